@@ -130,11 +130,11 @@ def ask_for(builder: Any, address: Any) -> None:
 
 
 def ask_for_rows(builder: Any, address: Address, x: Any, shape: tuple[int, Any], count: int, size: int) -> None:
-    """Ask for a share of neighbouring rows: as much as `count` numbers of each, from number x of each on.
+    """Ask for a share of neighbouring rows, as large as `count` numbers of each. All shares together are the rows.
 
-    shape: (rows, their width); size: bytes of a number. All shares together are the rows. CPUs find out by themselves
-    how a page is read, but not beyond it. So rows of half a page or more are asked for side by side, as they will be
-    read, and shorter ones in the order of memory.
+    x: the first number of each row in the share; shape: (rows, their width); size: bytes of a number. A CPU finds out
+    by itself how a page is read. Rows of half a page or more leave it time for this, and are asked for side by side, as
+    they are read. Shorter ones are asked for in the order of memory.
     """
     rows, width = shape
     short = builder.icmp_signed("<", width, index(PAGE // 2 // size))

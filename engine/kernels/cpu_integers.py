@@ -1,7 +1,7 @@
 """Products of rows of 8-bit integers, whose sums are exact, for code that Numba compiles (cpu_products.py).
 
-Weights have 8 bits and a sign. Activations are as the CPU's instructions take them: for VNNI integers plus OFFSET, of 8
-bits without a sign, else of 16 bits, whose products are added in pairs. So nothing saturates.
+Weights have 8 bits and a sign. Activations are stored as the CPU's instructions take them. VNNI takes 8 bits without a
+sign, so OFFSET is added. Other instructions take 16 bits, and add pairs of products in 32. So nothing saturates.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ AT_ONCE = 64 if "avx512vnni" in features() else 32 if "avxvnni" in features() el
 HAS_VNNI = AT_ONCE > 16
 OFFSET = 128 if HAS_VNNI else 0  # of activations
 ACTIVATION = np.uint8 if HAS_VNNI else np.int16
-SUMS = AT_ONCE // 4 if HAS_VNNI else AT_ONCE // 2  # of neighbouring products
+SUMS = AT_ONCE // (4 if HAS_VNNI else 2)  # of neighbouring products
 
 
 def _add_products(builder: Any, activations: Any, weights: Any, total: Any) -> Any:

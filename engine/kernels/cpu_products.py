@@ -49,7 +49,8 @@ def multiply(x: Any, weight: Any, out: Any, part: int, parts: int) -> None:
 
 @compiled_exactly
 def round_rows(x: Any, codes: Any, steps: Any) -> None:
-    """x fp32 [rows, inner] ≈ (codes of ACTIVATION − OFFSET) · steps fp32 [rows]. The largest of a row becomes ±127.
+    """x fp32 [rows, inner] ≈ (codes − OFFSET) · steps fp32 [rows], for codes of type ACTIVATION. The largest of a row
+    becomes ±127.
 
     A row that is not finite gets a step that is not finite: its bits are compared as integers, so NaN is the largest.
     """
