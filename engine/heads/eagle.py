@@ -91,8 +91,7 @@ class EagleHead:
             normed = self.hidden_norm(states)
             inputs = torch.cat([body.layers[0].before_attention(embedded), normed], 1)
             x = normed.clone() if self.norm_residual else states.clone()
-        rotations = body.row_rotations(attention)
-        body.add_layers(x, rotations, attention, inputs=inputs)
+        body.add_layers(x, attention, inputs=inputs)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -208,6 +208,8 @@ class _Reader:
         products = [fuse, *(p for layer in layers for p in (layer.qkv, layer.out, *layer.mlp.products))]
         own_embedding = 0 if embedding is self._target.embedding else embedding.nbytes
         size = RopeSize(c.shape.head_dim, max_len, c.shape.max_position_embeddings)
+        ropes = (rotation_table(rope, size, self._dtype, self._device) for rope in c.shape.traits.ropes)
+        rotations, on_cpu = tuple(ropes), self._device.type == "cpu"
         return EagleHead(
             body=Decoder(
                 config=c.shape,
@@ -215,9 +217,9 @@ class _Reader:
                 layers=layers,
                 norm=self._norm(f"{self._root}norm.weight", hidden) if eagle3 else no_norm,
                 head=output,
-                rotations=tuple(rotation_table(rope, size, self._dtype, self._device) for rope in c.shape.traits.ropes),
+                rotations=rotations,
                 # A GPU's layers of few rows take no inputs of their own.
-                few_rows=CompiledLayers.of(layers, c.shape, self._dtype) if self._device.type == "cpu" else None,
+                few_rows=CompiledLayers.of(layers, c.shape, rotations, self._dtype) if on_cpu else None,
             ),
             layers=c.layers,
             fuse=fuse,

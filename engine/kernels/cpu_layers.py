@@ -1,15 +1,13 @@
 """A decoder's layer for a few rows on a CPU, compiled by Numba for the CPU that it runs on.
 
 Between the products of a small model stand some twenty operations of torch, which take longer than the products. Here
-a layer is six stages in one call. Several threads share the stages, and meet behind each. What is cheap each of them
-does for itself.
+a layer is six stages, and layers of the same shapes are one call. Several threads share the stages, and meet behind
+each. What is cheap each of them does for itself.
 
 What a layer adds to the states is left to the next stage that reads them, which adds and normalises. Each stage gets
 
-    states: (x, added, joined, inputs): x + added [N, hidden] enter the layer; joined: room; inputs: what enters the
-        first product in place of the normed states, [N, width], or [0, 0]
-    layer: (joining, before, qkv, qk_norm, out, after, inner, gate_up, down, factor, ..), as the stages tell
-    memory: (pool, factors, rows, seen), as the stages tell
+    states: (x, added, joined): x + added [N, hidden] enter the layer; joined: room
+    layer: (joining, before, qkv, qk_norm, out, after, inner, gate_up, down, factor, scoring), as the stages tell
     room: (qkv [N, width], queries and attended [N, heads, head_dim], gated [N, intermediate])
 
 A norm is (weight [width], floor), as models/norm.py has them, and ([0], ..) for none. A product is (weight, bias), with
@@ -23,14 +21,17 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from engine.kernels.cpu_addresses import addresses_of as addresses_of  # for those that call add_layers
+from engine.kernels.cpu_addresses import moved
 from engine.kernels.cpu_attention import attend, weights
 from engine.kernels.cpu_code import compiled, compiled_exactly
 from engine.kernels.cpu_integers import ACTIVATION
-from engine.kernels.cpu_meeting import ENDED as ENDED  # for those that call add_layer
+from engine.kernels.cpu_meeting import ENDED as ENDED
 from engine.kernels.cpu_meeting import meet
 from engine.kernels.cpu_products import bounds, multiply_some, multiply_some_codes, round_rows
 from engine.kernels.cpu_vectors import dot, store_row
 
+STAGES = 6  # of a layer
 LARGEST_POWER = 87.0  # exp of more is no fp32 number
 GELU_SLOPE, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715  # of the tanh approximation, as a sigmoid
 
@@ -107,26 +108,29 @@ def enter(x: Any, added: Any, joining: Any, factor: float, joined: Any, norm: An
 
 
 @compiled_exactly
-def project(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
-    """Queries, keys and values of the rows. joining: the norm of what the layer before added."""
-    x, added, joined, inputs = states
+def project(states: Any, layer: Any, inputs: Any, is_first: bool, room: Any, part: int, parts: int) -> None:
+    """Queries, keys and values of the rows. joining: the norm of what the layer before added. inputs [N, width]: of the
+    first layer's product, in place of the normed states; none: [0, 0]."""
+    x, added, joined = states
     first, last = bounds(room[0].shape[1], part, parts)
     entered = enter(x, added, layer[0], layer[9], joined, layer[1], part)
-    product(inputs if len(inputs) else entered, layer[2], first, last, room[0])
+    product(inputs if is_first and len(inputs) else entered, layer[2], first, last, room[0])
 
 
 @compiled_exactly
-def place(states: Any, layer: Any, memory: Any, room: Any) -> None:
+def place(layer: Any, pool: Any, places: Any, room: Any) -> None:
     """Normalise and rotate queries and keys, and store keys and values. One part does it.
 
-    qk_norm: (weight [heads, head_dim], floor) of the first heads of qkv; none: [0, 0]. factors [N, width of qkv]:
-    cosine and sine of each pair of neighbours; none: [0, 0]. rows [N]: where the pool takes keys and values.
+    qk_norm: (weight [heads, head_dim], floor) of the first heads of qkv; none: [0, 0]. places: (turns, positions [N],
+    rows [N]): at a position turns[position] are cosine and sine for each pair of a head's first numbers; none: [0, 0].
+    rows: where the pool takes keys and values.
     """
     qkv, queries, _, _ = room
-    pool, factors, rows, _ = memory
+    turns, positions, rows = places
     weight, floor = layer[3]
     size, width, number = queries.shape[2], queries.shape[1] * queries.shape[2], qkv.dtype.type
     by_head, per_row = qkv.reshape(qkv.size // size, size), qkv.shape[1] // size
+    turned = queries.shape[1] + pool.shape[2] // 2  # heads
     flat = queries.reshape(queries.shape[0], width)
     stored = pool.reshape(pool.shape[0] * pool.shape[1], pool.shape[2] * pool.shape[3])
     squares = np.empty((by_head.shape[0], 1), qkv.dtype)
@@ -137,16 +141,18 @@ def place(states: Any, layer: Any, memory: Any, room: Any) -> None:
             scale = number(1) / number(math.sqrt(squares[of, 0] + number(floor) * number(floor)))
             for i in range(size):
                 by_head[of, i] *= weight[head, i] * scale
-        for i in range(0, factors.shape[1], 2):
-            cosine, sine, a, b = factors[n, i], factors[n, i + 1], qkv[n, i], qkv[n, i + 1]
-            qkv[n, i], qkv[n, i + 1] = a * cosine - b * sine, a * sine + b * cosine
+        for of in range(n * per_row, n * per_row + turned):
+            for i in range(0, turns.shape[1], 2):
+                cosine, sine = turns[positions[n], i], turns[positions[n], i + 1]
+                a, b = by_head[of, i], by_head[of, i + 1]
+                by_head[of, i], by_head[of, i + 1] = a * cosine - b * sine, a * sine + b * cosine
         for i in range(width):
             flat[n, i] = qkv[n, i]
         store_row(qkv, n, width, stored, rows[n])
 
 
 @compiled_exactly
-def write(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+def write(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     """What attention adds to the states."""
     attended, added = room[2], states[1]
     first, last = bounds(added.shape[1], part, parts)
@@ -154,9 +160,9 @@ def write(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int
 
 
 @compiled_exactly
-def gate(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+def gate(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     """activation(gate) · up of the rows. after: the norm of what attention added."""
-    x, added, joined, _ = states
+    x, added, joined = states
     both, gelu = layer[7]
     gated = room[3]
     width = gated.shape[1]
@@ -186,31 +192,40 @@ def activate(numbers: Any, first: int, last: int, gelu: bool, powers: Any, room:
 
 
 @compiled_exactly
-def shrink(states: Any, layer: Any, memory: Any, room: Any, part: int, parts: int) -> None:
+def shrink(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     """What the MLP adds to the states."""
     first, last = bounds(states[1].shape[1], part, parts)
     product(room[3], layer[8], first, last, states[1])
 
 
 @compiled
-def add_layer(states: Any, layer: Any, memory: Any, room: Any, numbers: Any, index: int, part: int, parts: int) -> None:
-    """All stages. x is then the sum that entered the second norm, `joined` the one that entered the first.
+def add_layers(
+    states: Any, given: Any, addresses: Any, inputs: Any, memory: Any, room: Any, meeting: Any, part: int, parts: int
+) -> None:
+    """A run of layers. x is then the sum that entered the last one's second norm, `joined` the one that entered its
+    first.
 
-    numbers: where the parts meet; index: of the layer in the pass. seen: (tables, first_rows, rows, scale, cap, sinks),
-    as `attend` has them.
+    given: the first layer; addresses: (of the arrays of each layer, of its pool), as `moved` has them. inputs: of the
+    first layer. memory: (pool, places, seen); seen: (tables, first_rows, rows), as `attend` has them. meeting: (where
+    the parts meet, how often they have met before).
     """
-    met = 6 * index
-    project(states, layer, memory, room, part, parts)
-    meet(numbers, met + 1, parts)
-    if part == 0:
-        place(states, layer, memory, room)
-    meet(numbers, met + 2, parts)
-    tables, first_rows, rows, scale, cap, sinks = memory[3]
-    attend(room[1], memory[0], tables, first_rows, rows, scale, cap, sinks, room[2], part, parts)
-    meet(numbers, met + 3, parts)
-    write(states, layer, memory, room, part, parts)
-    meet(numbers, met + 4, parts)
-    gate(states, layer, memory, room, part, parts)
-    meet(numbers, met + 5, parts)
-    shrink(states, layer, memory, room, part, parts)
-    meet(numbers, met + 6, parts)
+    numbers, met = meeting
+    pool, places, seen = memory
+    tables, first_rows, rows = seen
+    for n in range(len(addresses[0])):
+        layer, blocks = moved(given, addresses[0], n), moved(pool, addresses[1], n)
+        scale, cap, sinks = layer[10]
+        project(states, layer, inputs, n == 0, room, part, parts)
+        meet(numbers, met + 1, parts)
+        if part == 0:
+            place(layer, blocks, places, room)
+        meet(numbers, met + 2, parts)
+        attend(room[1], blocks, tables, first_rows, rows, scale, cap, sinks, room[2], part, parts)
+        meet(numbers, met + 3, parts)
+        write(states, layer, room, part, parts)
+        meet(numbers, met + 4, parts)
+        gate(states, layer, room, part, parts)
+        meet(numbers, met + 5, parts)
+        shrink(states, layer, room, part, parts)
+        met += STAGES
+        meet(numbers, met, parts)

@@ -15,7 +15,7 @@ the keys of its path are shown to it.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 
 import torch
@@ -103,11 +103,11 @@ def plan_attention(
     for by_blocks, members in _parted(spans, group_size, all_by_blocks, reader):
         rows = slice(row, row + sum([s.size for s in members]))
         row = rows.stop
-        if by_blocks:
-            groups.append(BlockGroup.of(rows, members, storage))
-            continue
         queries = positions if len(members) == len(spans) else positions[rows]
         last_visible = visible[0][rows] if trees else queries
+        if by_blocks:
+            groups.append(BlockGroup.of(rows, members, storage, queries, last_visible))
+            continue
         end = max([s.end for s in members])
         keys = end if separate_to is None else max(end, min(separate_to, -(-end // KEY_BLOCK) * KEY_BLOCK))
         masked = separate_to is not None  # a call without a mask would take another kernel
@@ -123,14 +123,17 @@ class Attention:
     def __init__(self, plan: AttentionPlan, storage: Storage, reader: BlockReader | None = None) -> None:
         """reader: the plan's."""
         self.plan = plan
-        self._reader = reader
-        self._rows = storage.rows
-        # A copy into a view costs half of a copy by row numbers.
-        self._run = None if plan.first_row is None else storage.run(plan.first_row, plan.cache_rows.shape[0])
+        self._reader, self._storage = reader, storage
         self._views = [
             storage.view(g.first_slot, g.slots, g.keys) if isinstance(g, Group) else None for g in plan.groups
         ]
         self._slid: dict[tuple[int, int], tuple[int, Tensor | None]] = {}  # (group, window) → (first key, mask)
+
+    @cached_property
+    def _run(self) -> Sequence[Tensor] | None:
+        """Where a pass whose rows are in order stores them: a copy into a view costs half of a copy by row numbers."""
+        first = self.plan.first_row
+        return None if first is None else self._storage.run(first, self.plan.cache_rows.shape[0])
 
     @property
     def positions(self) -> Tensor:
@@ -154,7 +157,7 @@ class Attention:
         """As PassAttention."""
         assert factors is None, "queries and keys are rotated"
         if self._run is None:
-            self._rows[layer].index_copy_(0, self.plan.cache_rows, kv)
+            self._storage.rows[layer].index_copy_(0, self.plan.cache_rows, kv)
         else:
             self._run[layer].copy_(kv)
         if len(self._views) == 1:

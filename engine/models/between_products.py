@@ -66,8 +66,7 @@ def compile_layers(decoder: Decoder) -> None:
     attention = _short_attention(decoder, 1, decoder.config.num_layers, by_blocks=True)
     x = torch.zeros(1, decoder.config.hidden_size, dtype=dtype)
     with torch.inference_mode():
-        rotations = decoder.row_rotations(attention)
-        decoder.add_layers(x, rotations, attention, inputs=torch.zeros(1, first.shape[1], dtype=dtype))
+        decoder.add_layers(x, attention, inputs=torch.zeros(1, first.shape[1], dtype=dtype))
     log.info("compiled layers are ready (%.1f s)", perf_counter() - began)
 
 
@@ -93,13 +92,13 @@ def _seconds_between(decoder: Decoder, rows: int) -> float:
     config, dtype, rows = decoder.config, decoder.dtype, min(rows, _keys(decoder))
     layer, attention = _without_products(decoder.layers[0], rows, dtype), _short_attention(decoder, rows)
     alone = replace(decoder, layers=(layer,), few_rows=None)
-    x, rotations = torch.ones(rows, config.hidden_size, dtype=dtype), alone.row_rotations(attention)
+    x = torch.ones(rows, config.hidden_size, dtype=dtype)
     product, inputs = compiled_product(torch.ones(LEAST_CHANNELS, 1, dtype=dtype), None), layer.before_attention(x)
     passing, seconds = torch.ones(PASSING_NUMBERS), list[float]()
     for run in range(1 + RUNS):
         passing.sum()  # weights pass through the caches in service
         began = perf_counter()
-        alone.add_layers(x, rotations, attention, inputs=inputs)
+        alone.add_layers(x, attention, inputs=inputs)
         for _ in range(PRODUCTS):
             product(x[:, :1])
         if run:

@@ -12,9 +12,10 @@ from torch import Tensor
 from engine.models.attention import Attention
 from engine.models.compiled import as_stored, compiled_module, together, type_of_sums
 from engine.models.compiled_products import LEAST_CHANNELS, coded_weight
-from engine.models.decoder import DecoderConfig
+from engine.models.cpu_attention import scoring_numbers
+from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.int8_products import Int8Weight
-from engine.models.layer import Keep, Layer, Norm, no_norm
+from engine.models.layer import Layer, Norm, no_norm
 from engine.models.linear import AS_STORED, BUCKETS, COMPILED, Linear
 from engine.models.mlp import GatedMLP
 from engine.models.norm import RMSNorm
@@ -34,23 +35,38 @@ class KernelLayer(NamedTuple):
     gate_up: tuple[tuple[Any, Any], bool]  # and whether the activation is gelu
     down: tuple[Any, Any]
     factor: float
+    scoring: tuple[float, float, Any]  # scale, cap, sinks
+
+
+class LayerRun(NamedTuple):
+    """Layers that follow each other and differ in the numbers of their weights only."""
+
+    layers: range
+    window: int | None
+    turns: Any  # cosine and sine by position, as the kernel has them
+    given: KernelLayer  # the first layer
+    addresses: Any  # [layers, arrays] int64
 
 
 class CompiledLayers:
     """The layers of one decoder. Their products' forms must be chosen before the first pass."""
 
-    def __init__(self, layers: Seq[Layer], config: DecoderConfig, dtype: torch.dtype) -> None:
-        """dtype: of the states."""
+    def __init__(self, layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor], dtype: torch.dtype) -> None:
+        """rotations: as Decoder has them; dtype: of the states."""
         self._layers, self._wide = layers, type_of_sums(dtype)
         self._heads, self._head_dim = config.num_heads, config.head_dim
         self._factor = float(config.traits.residual_multiplier)
+        self._turns = [torch.view_as_real(table).flatten(1).numpy() for table in rotations]
+        self._number = torch.empty(0, dtype=self._wide).numpy().dtype
+        self._nothing = np.empty((0, 0), self._number)
+        self._runs: dict[tuple[int, ...], list[LayerRun]] = {}  # by the layers that are watched
 
     @classmethod
-    def of(cls, layers: Seq[Layer], config: DecoderConfig, dtype: torch.dtype) -> Self | None:
+    def of(cls, layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor], dtype: torch.dtype) -> Self | None:
         """None: some layer cannot be computed like this."""
         if not all(map(_is_known, layers)) or compiled_module("cpu_layers") is None:
             return None
-        return cls(layers, config, dtype)
+        return cls(layers, config, rotations, dtype)
 
     @cached_property
     def block_rows(self) -> int:
@@ -63,7 +79,11 @@ class CompiledLayers:
         return 0 < rows <= self.block_rows and isinstance(attention, Attention) and attention.by_blocks is not None
 
     def add_layers(
-        self, x: Tensor, rotations: Seq[Tensor], attention: PassAttention, keep: Keep, inputs: Tensor | None = None
+        self,
+        x: Tensor,
+        attention: PassAttention,
+        watched: WatchedStates | None = None,
+        inputs: Tensor | None = None,
     ) -> None:
         """Add to the states x [N, hidden] what the layers write. inputs [N, width]: of the first product, in place of
         the normed states."""
@@ -71,45 +91,68 @@ class CompiledLayers:
         assert attention.by_blocks is not None
         reader, group = attention.by_blocks
         states = x if x.dtype == self._wide else x.to(self._wide)
-        added, joined = torch.zeros_like(states), torch.empty_like(states)
-        arrays, room = (states.numpy(), added.numpy(), joined.numpy()), self._room(x.shape[0])
-        none = torch.empty(0, 0, dtype=self._wide).numpy()
-        factors = [torch.view_as_real(table).flatten(1).numpy() for table in rotations]
-        given = none if inputs is None else inputs.to(self._wide).contiguous().numpy()
-        rows = group.places(reader.block_size)
-        calls = []
-        for index, (layer, known) in enumerate(zip(self._layers, self._known, strict=True)):
-            turned = none if layer.rope is None else factors[layer.rope]
-            seen = reader.seen(group, self._head_dim, layer.scoring)
-            memory = (reader.blocks(index), turned, rows, seen)
-            calls.append(((*arrays, none if index else given), known, memory, room))
-        seen_bytes = reader.read_bytes(group)
-        self._compute(calls, lambda index: keep(index, joined if x is states else joined.to(x.dtype)), seen_bytes)
-        last = self._norm(self._layers[-1].after_mlp)
-        self._kernel.join(arrays[0], arrays[1], last, self._factor, arrays[0])
+        arrays = states.numpy(), np.zeros(states.shape, self._number), np.empty(states.shape, self._number)
+        given = self._nothing if inputs is None else inputs.to(self._wide).contiguous().numpy()
+        positions, rows = attention.positions.numpy(), attention.plan.cache_rows.numpy()
+        watching, calls = () if watched is None else watched.layers, []
+        for run in self._runs_between(watching):
+            first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
+            memory = reader.blocks(first), (run.turns, positions, rows), reader.seen(group, run.window)
+            calls.append((arrays, run.given, addresses, self._nothing if first else given, memory))
+
+        def computed(layer: int) -> None:
+            if watched is not None and layer in watching:
+                watched.keep(layer, torch.from_numpy(arrays[2]))
+
+        self._compute(calls, self._room(x.shape[0]), computed, reader.read_bytes(group))
+        self._kernel.join(arrays[0], arrays[1], self._last_norm, self._factor, arrays[0])
         if states is not x:
             x.copy_(states)
 
-    def _compute(self, calls: Seq[tuple[Any, ...]], computed: Callable[[int], None], seen_bytes: int) -> None:
-        """computed: is told a layer's number while `joined` holds what entered it. seen_bytes: of a layer's keys and
-        values."""
-        meeting = np.zeros((1, 2), np.int64)
+    def _compute(
+        self, calls: Seq[tuple[Any, ...]], room: tuple[Any, ...], computed: Callable[[int], None], seen_bytes: int
+    ) -> None:
+        """computed: is told the number of a run's last layer while `joined` holds what entered it. seen_bytes: of a
+        layer's keys and values."""
+        numbers = np.zeros((1, 2), np.int64)
 
         def compute(part: int, parts: int) -> None:
             try:
-                for index, call in enumerate(calls):
-                    self._kernel.add_layer(*call, meeting, index, part, parts)
+                layers = 0
+                for call in calls:
+                    self._kernel.add_layers(*call, room, (numbers, self._kernel.STAGES * layers), part, parts)
+                    layers += len(call[2][0])
                     if part == 0:
-                        computed(index)
+                        computed(layers - 1)
             except BaseException:
-                meeting[0, self._kernel.ENDED] = 1
+                numbers[0, self._kernel.ENDED] = 1
                 raise
 
-        try:  # threads wait for Python once in a layer, so what a layer reads must be worth them
-            together(compute, max(self.layer_bytes, seen_bytes))
+        try:
+            together(compute, max(self._read_bytes, seen_bytes))
         except BaseException:
-            meeting[0, self._kernel.ENDED] = 1  # a thread may not have started at all
+            numbers[0, self._kernel.ENDED] = 1  # a thread may not have started at all
             raise
+
+    def _runs_between(self, watched: tuple[int, ...]) -> list[LayerRun]:
+        """A run also ends with a layer that is watched."""
+        if watched not in self._runs:
+            last, runs, known = object(), list[tuple[int, int]](), self._known
+            for index in range(len(known)):
+                kind = _kind(known[index]), self._layers[index].rope, self._layers[index].scoring.window
+                if kind == last and index - 1 not in watched:
+                    runs[-1] = runs[-1][0], index + 1
+                else:
+                    runs.append((index, index + 1))
+                last = kind
+            self._runs[watched] = [self._run(*ends) for ends in runs]
+        return self._runs[watched]
+
+    def _run(self, first: int, end: int) -> LayerRun:
+        layer, known = self._layers[first], self._known
+        turns = self._nothing if layer.rope is None else self._turns[layer.rope]
+        addresses = np.array([self._kernel.addresses_of(known[index]) for index in range(first, end)], np.int64)
+        return LayerRun(range(first, end), layer.scoring.window, turns, known[first], addresses)
 
     @cached_property
     def _kernel(self) -> Any:
@@ -120,18 +163,29 @@ class CompiledLayers:
         joining = [no_norm, *(layer.after_mlp for layer in self._layers)]
         return [self._of(layer, norm) for layer, norm in zip(self._layers, joining, strict=False)]
 
+    @cached_property
+    def _last_norm(self) -> tuple[Any, float]:
+        return self._norm(self._layers[-1].after_mlp)
+
+    @cached_property
+    def _read_bytes(self) -> int:
+        return self.layer_bytes
+
     @property
     def layer_bytes(self) -> int:
         """A layer's products take so many bytes in one form."""
         memories = ((p.num_bytes, len({id(laid) for laid in p.forms.values()})) for p in products_of(self._layers[0]))
         return sum(num_bytes // max(1, count) for num_bytes, count in memories)
 
+    @cached_property
+    def _widths(self) -> tuple[int, int]:
+        qkv, _, gate_up, _ = products_of(self._layers[0])
+        return qkv.shape[0], gate_up.shape[0]
+
     def _room(self, rows: int) -> tuple[Any, ...]:
         """See the kernel."""
-        qkv, _, gate_up, _ = products_of(self._layers[0])
-        heads = rows, self._heads, self._head_dim
-        shapes = (rows, qkv.shape[0]), heads, heads, (rows, gate_up.shape[0] // 2)
-        return tuple(torch.empty(shape, dtype=self._wide).numpy() for shape in shapes)
+        (qkv, gate_up), heads = self._widths, (rows, self._heads, self._head_dim)
+        return tuple(np.empty(shape, self._number) for shape in ((rows, qkv), heads, heads, (rows, gate_up // 2)))
 
     def _of(self, layer: Layer, joining: Norm) -> KernelLayer:
         assert isinstance(layer.mlp, GatedMLP)
@@ -147,16 +201,17 @@ class CompiledLayers:
             (gate_up, not layer.mlp.is_silu),
             down,
             self._factor,
+            scoring_numbers(layer.scoring, self._head_dim, self._wide),
         )
 
     def _norm(self, norm: Norm) -> tuple[Any, float]:
         if isinstance(norm, RMSNorm):
             return norm.weight.to(self._wide).contiguous().numpy(), float(norm.floor)
-        return torch.empty(0, dtype=self._wide).numpy(), 0.0
+        return np.empty(0, self._number), 0.0
 
     def _qk_norm(self, layer: Layer) -> tuple[Any, float]:
         if not layer.qk_norms:
-            return torch.empty(0, 0, dtype=self._wide).numpy(), 0.0
+            return self._nothing, 0.0
         parts = [norm.weight.expand(heads.stop - (heads.start or 0), -1) for heads, norm in layer.qk_norms]
         return torch.cat(parts).to(self._wide).contiguous().numpy(), float(layer.qk_norms[0][1].floor)
 
@@ -166,6 +221,13 @@ class CompiledLayers:
             return coded_weight(kept.packed, kept.steps, product.bias)
         bias = torch.empty(0) if product.bias is None else product.bias
         return as_stored(kept.contiguous()), bias.to(self._wide).contiguous().numpy()
+
+
+def _kind(known: Any) -> Any:
+    """What must be equal in the layers of a run: all numbers, and the shapes and types of arrays."""
+    if isinstance(known, tuple):
+        return tuple(map(_kind, known))
+    return (known.shape, known.strides, known.dtype) if isinstance(known, np.ndarray) else known
 
 
 def products_of(layer: Layer) -> list[Linear]:

@@ -6,6 +6,7 @@ engine/models/attention.py has both.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,15 +36,21 @@ class BlockGroup(NamedTuple):
     tables: Any  # [S, width] int32
     first_rows: Any  # [S + 1] int64
     keys: int  # of all sequences together
+    positions: Any  # [N] int64
+    last_visible: Any  # [N] int64: each query sees all places up to this one, and a node its path as well
     seen: dict[int | None, VisibleRows]  # by window; filled as layers ask
 
     @classmethod
-    def of(cls, rows: slice, spans: Sequence[Span], storage: Storage) -> "BlockGroup":
+    def of(
+        cls, rows: slice, spans: Sequence[Span], storage: Storage, positions: Tensor, last_visible: Tensor
+    ) -> "BlockGroup":
         tables = [storage.table(s.slot) for s in spans]
         width = max(map(len, tables))
         padded = [[*table, *[0] * (width - len(table))] for table in tables]
         first_rows = np.array([0, *accumulate([s.size for s in spans])], np.int64)
-        return cls(rows, tuple(spans), np.array(padded, np.int32), first_rows, sum([s.end for s in spans]), {})
+        keys, seen = sum([s.end for s in spans]), dict[int | None, VisibleRows]()
+        places = positions.numpy(), last_visible.numpy()
+        return cls(rows, tuple(spans), np.array(padded, np.int32), first_rows, keys, *places, seen)
 
     def rows_within(self, window: int | None) -> VisibleRows:
         """What each row sees, in layers with this window."""
@@ -51,25 +58,15 @@ class BlockGroup(NamedTuple):
             self.seen[window] = self._rows(window)
         return self.seen[window]
 
-    def places(self, block_size: int) -> Any:
-        """The row [N] int64 of each token in blocks of that size."""
-        rows: list[int] = []
-        for span, table in zip(self.spans, self.tables.tolist(), strict=True):
-            rows += [table[p // block_size] * block_size + p % block_size for p in range(span.start, span.end)]
-        return np.array(rows, np.int64)
-
     def _rows(self, window: int | None) -> VisibleRows:
-        spans = self.spans
-        last = np.array([place for s in spans for place in s.last_visible()], np.int64)
-        if window is None:
-            first = np.zeros_like(last)
-        else:
-            first = np.maximum(np.array([p for s in spans for p in s.positions()], np.int64) - window + 1, 0)
-        paths, bases = np.zeros_like(last), np.array([s.base for s in spans], np.int64)
+        spans, nothing = self.spans, np.zeros_like(self.positions)
+        first = nothing if window is None else np.maximum(self.positions - (window - 1), 0)
+        paths, ends = nothing, np.array([s.end for s in spans], np.int64)
+        bases = ends  # of trees; without paths nobody asks
         if any(s.parents is not None for s in spans):
+            bases = np.array([s.base for s in spans], np.int64)
             paths = np.array([bits for s in spans for bits in path_bits_of(s, window)], np.int64)
-        ends = np.array([s.end for s in spans], np.int64)
-        return first, last, paths, bases, ends
+        return first, self.last_visible, paths, bases, ends
 
 
 class BlockReader:
@@ -81,7 +78,6 @@ class BlockReader:
         self._layers = [as_stored(blocks) for blocks in storage.blocks]
         row = storage.blocks[0][0, 0]
         self._sums = type_of_sums(row.dtype)
-        self._no_sinks = torch.empty(0, dtype=self._sums).numpy()
         self._row_bytes = row.numel() * row.element_size()
 
     @classmethod
@@ -95,10 +91,10 @@ class BlockReader:
         """Whether the span is short enough. group_size: queries of a position that share a key."""
         return span.size * group_size <= self.most_lanes and len(span.parents or ()) <= MAX_NODES
 
-    @property
-    def block_size(self) -> int:
-        """Positions of a block."""
-        return int(self._layers[0].shape[1])
+    @cached_property
+    def addresses(self) -> Any:
+        """Of the layers' blocks, [layers, 1] int64."""
+        return np.array([[blocks.ctypes.data] for blocks in self._layers], np.int64)
 
     def blocks(self, layer: int) -> Any:
         """A layer's blocks as a NumPy array."""
@@ -108,19 +104,29 @@ class BlockReader:
         """Bytes of a layer's keys and values that the group's spans see."""
         return group.keys * self._row_bytes
 
-    def seen(self, group: BlockGroup, head_dim: int, scoring: Scoring) -> tuple[Any, ...]:
-        """What the kernel reads beside queries and blocks."""
-        scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
-        sinks = self._no_sinks if scoring.sinks is None else scoring.sinks.to(self._sums).numpy()
-        visible, cap = group.rows_within(scoring.window), float(scoring.softcap or 0)
-        return group.tables, group.first_rows, visible, scale, cap, sinks
+    def seen(self, group: BlockGroup, window: int | None) -> tuple[Any, Any, VisibleRows]:
+        """Which places the kernel reads, in layers with this window."""
+        return group.tables, group.first_rows, group.rows_within(window)
 
     def attend(self, group: BlockGroup, layer: int, queries: Tensor, scoring: Scoring) -> Tensor:
         """queries [rows, heads, head_dim] → [rows, heads·head_dim], over what the pass has stored already."""
         wide = queries if queries.dtype == self._sums else queries.to(self._sums)
         out = torch.empty(wide.shape, dtype=self._sums)
-        seen = self.seen(group, queries.shape[-1], scoring)
-        given = (wide.contiguous().numpy(), self._layers[layer], *seen, out.numpy())
+        numbers = scoring_numbers(scoring, queries.shape[-1], self._sums)
+        given = (
+            wide.contiguous().numpy(),
+            self._layers[layer],
+            *self.seen(group, scoring.window),
+            *numbers,
+            out.numpy(),
+        )
         in_parts(self._kernel.attend, self.read_bytes(group), *given)
         packed = out.view(out.shape[0], -1)
         return packed if queries.dtype == self._sums else packed.to(queries.dtype)
+
+
+def scoring_numbers(scoring: Scoring, head_dim: int, sums: torch.dtype) -> tuple[float, float, Any]:
+    """(scale, cap, sinks) as the kernel has them; sums: type of its sums."""
+    scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
+    sinks = torch.empty(0, dtype=sums) if scoring.sinks is None else scoring.sinks.to(sums)
+    return scale, float(scoring.softcap or 0), sinks.numpy()

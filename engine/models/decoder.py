@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.layer import Keep, Layer, Norm, no_norm
+from engine.models.layer import Layer, Norm, no_norm
 from engine.models.linear import Product
 from engine.models.norm import RMSNorm
 from engine.models.pass_attention import PassAttention
+from engine.models.rope import row_rotations
 from engine.models.traits import Traits
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,11 @@ class DecoderConfig:
     max_position_embeddings: int
     tied: bool  # whether the head uses the embedding's weights
     traits: Traits = field(default_factory=Traits)
+
+    @property
+    def head_sizes(self) -> tuple[int, int, int]:
+        """(heads, kv_heads, head_dim)."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
 
     @property
     def layer_numbers(self) -> int:
@@ -85,10 +91,6 @@ class LanguageModel(Protocol):
         ...
 
 
-def keep_nothing(layer: int, states: Tensor) -> None:
-    pass
-
-
 class LayersOfFewRows(Protocol):
     """A decoder's layers in a form for passes of few rows."""
 
@@ -102,7 +104,7 @@ class LayersOfFewRows(Protocol):
         ...
 
     def add_layers(
-        self, x: Tensor, rotations: Seq[Tensor], attention: PassAttention, keep: Keep, inputs: Tensor | None
+        self, x: Tensor, attention: PassAttention, watched: "WatchedStates | None", inputs: Tensor | None
     ) -> None:
         """As Decoder.add_layers."""
         ...
@@ -178,8 +180,7 @@ class Decoder:
 
     def forward_embedded(self, x: Tensor, attention: PassAttention, watched: WatchedStates | None = None) -> Tensor:
         """As forward(), of the states x [N, hidden] that enter the first layer. Writes into x."""
-        rotations, keep = self.row_rotations(attention), keep_nothing if watched is None else watched.keep
-        self.add_layers(x, rotations, attention, keep)
+        self.add_layers(x, attention, watched)
         if watched is not None and len(self.layers) in watched.layers:
             watched.keep(len(self.layers), self.norm(x))
         return x
@@ -187,20 +188,21 @@ class Decoder:
     def add_layers(
         self,
         x: Tensor,
-        rotations: Seq[Tensor],
         attention: PassAttention,
-        keep: Keep = keep_nothing,
+        watched: WatchedStates | None = None,
         inputs: Tensor | None = None,
     ) -> None:
         """Add to the states x [N, hidden] what the layers write. inputs [N, width]: of the first product, in place of
         the normed states."""
         if self.few_rows is not None and self.few_rows.can_compute(x, attention):
-            self.few_rows.add_layers(x, rotations, attention, keep, inputs)
+            self.few_rows.add_layers(x, attention, watched, inputs)
             return
+        rotations = [row_rotations(table, attention.positions, self.config.head_sizes) for table in self.rotations]
         norms = [layer.before_attention for layer in self.layers]
         inputs = norms[0](x) if inputs is None else inputs
         for index, following in enumerate([*norms[1:], no_norm]):
-            keep(index, x)
+            if watched is not None:
+                watched.keep(index, x)
             inputs = self._add_layer(index, x, inputs, rotations, attention, following)
 
     def _add_layer(
@@ -226,18 +228,6 @@ class Decoder:
         attended = attention(index, queries, kv, layer.scoring, factors)
         inner = _add(x, layer.out(attended), layer.after_attention, residual, layer.before_mlp)
         return _add(x, layer.mlp(inner), layer.after_mlp, residual, following)
-
-    def row_rotations(self, attention: PassAttention) -> list[Tensor]:
-        """The factors that rotate the rows of a pass, for each table of `rotations`."""
-        return [self._row_rotations(table, attention.positions) for table in self.rotations]
-
-    def _row_rotations(self, table: Tensor, positions: Tensor) -> Tensor:
-        """The factors of the packed q, k and v, [N, (heads + 2·kv_heads)·head_dim / 2]: 1 for what is not rotated."""
-        c, rotations = self.config, table.index_select(0, positions)  # [N, 1, rotary_dim / 2]
-        rotated = c.num_heads + c.num_kv_heads
-        factors = rotations.new_ones((positions.shape[0], rotated + c.num_kv_heads, c.head_dim // 2))
-        factors[:, :rotated, : rotations.shape[-1]] = rotations
-        return factors.view(positions.shape[0], -1)
 
     def embed(self, ids: Tensor) -> Tensor:
         """The states [N, hidden] that enter the first layer, in memory of their own."""

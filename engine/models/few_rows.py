@@ -19,12 +19,14 @@ from engine.kernels.row_products import (
     project_and_store,
 )
 from engine.kernels.row_work import add_parts_
-from engine.models.layer import Keep, Layer, no_norm
+from engine.models.decoder import DecoderConfig, WatchedStates
+from engine.models.layer import Layer, no_norm
 from engine.models.linear import Linear, Product
 from engine.models.mlp import GatedMLP
 from engine.models.norm import RMSNorm
 from engine.models.paged_attention import PagedAttention
 from engine.models.pass_attention import PassAttention, Scoring
+from engine.models.rope import row_rotations
 
 InsideNorm = tuple[Tensor | None, float, float]  # gain, eps and offset as the operations take them
 
@@ -68,15 +70,18 @@ def _is_plain(product: Product) -> bool:
 class FewRows:
     """The layers of one decoder."""
 
-    def __init__(self, layers: Seq[FewRowsLayer]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Seq[FewRowsLayer], config: DecoderConfig, rotations: Seq[Tensor]) -> None:
+        """rotations: as Decoder has them."""
+        self._layers, self._rotations, self._head_sizes = layers, rotations, config.head_sizes
         self._most = most_rows(layers[0].qkv.device)
 
     @classmethod
-    def of(cls, layers: Seq[Layer], residual_multiplier: float) -> Self | None:
-        """None: some layer cannot be computed like this. residual_multiplier: of what layers add to the states."""
+    def of(cls, layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor]) -> Self | None:
+        """None: some layer cannot be computed like this."""
         known = [layer for layer in map(FewRowsLayer.of, layers) if layer is not None]
-        return cls(known) if len(known) == len(layers) and residual_multiplier == 1 else None
+        if len(known) < len(layers) or config.traits.residual_multiplier != 1:
+            return None
+        return cls(known, config, rotations)
 
     @property
     def block_rows(self) -> int:
@@ -88,15 +93,21 @@ class FewRows:
         return 0 < x.shape[0] <= self._most and isinstance(attention, PagedAttention)
 
     def add_layers(
-        self, x: Tensor, rotations: Seq[Tensor], attention: PassAttention, keep: Keep, inputs: Tensor | None = None
+        self,
+        x: Tensor,
+        attention: PassAttention,
+        watched: WatchedStates | None = None,
+        inputs: Tensor | None = None,
     ) -> None:
         """As Decoder.add_layers. No head that draws from inputs of its own has such layers."""
         assert isinstance(attention, PagedAttention)
         assert inputs is None
+        rotations = [row_rotations(table, attention.positions, self._head_sizes) for table in self._rotations]
         inputs = x if x.shape[0] == 1 else self._layers[0].attention_norm(x)
         following = [*(layer.attention_norm for layer in self._layers[1:]), None]
         for index, (layer, norm) in enumerate(zip(self._layers, following, strict=True)):
-            keep(index, x)
+            if watched is not None:
+                watched.keep(index, x)
             attended = _attend(index, layer, inputs, rotations, attention)
             inputs = _add(x, attended, layer.out, layer.mlp_norm)
             gated = gated_product(inputs, layer.gate_up, *_inside(layer.mlp_norm, inputs))

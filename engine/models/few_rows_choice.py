@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 
 import torch
+from torch import Tensor
 
 from engine.models.compiled_layers import CompiledLayers
 from engine.models.decoder import DecoderConfig, LayersOfFewRows
@@ -11,9 +12,9 @@ from engine.models.layer import Layer
 
 
 def layers_for_few_rows(
-    layers: Seq[Layer], config: DecoderConfig, dtype: torch.dtype, device: torch.device
+    layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor], dtype: torch.dtype, device: torch.device
 ) -> LayersOfFewRows | None:
-    """None: such passes are computed as any other. dtype: of the states."""
+    """None: such passes are computed as any other. rotations: as Decoder has them; dtype: of the states."""
     if device.type == "cpu":
-        return CompiledLayers.of(layers, config, dtype)
-    return FewRows.of(layers, config.traits.residual_multiplier)
+        return CompiledLayers.of(layers, config, rotations, dtype)
+    return FewRows.of(layers, config, rotations)

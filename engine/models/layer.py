@@ -11,7 +11,6 @@ from engine.models.norm import RMSNorm
 from engine.models.pass_attention import Scoring
 
 Norm = Callable[[Tensor], Tensor]
-Keep = Callable[[int, Tensor], None]  # is told a layer's number and the states that enter it
 
 
 def no_norm(x: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def load_decoder(
         ),
         head=head,
         rotations=rotations,
-        few_rows=layers_for_few_rows(layers, config, dtype, device),
+        few_rows=layers_for_few_rows(layers, config, rotations, dtype, device),
     )
     tensors.refuse_unread(config)
     tell_gains(decoder)

@@ -55,6 +55,15 @@ def rotation_table(rope: RopeParameters, size: RopeSize, dtype: torch.dtype, dev
     return table[:, None].to(device)
 
 
+def row_rotations(table: Tensor, positions: Tensor, heads: tuple[int, int, int]) -> Tensor:
+    """The factors of the packed q, k and v of rows at positions [N]: [N, (heads + 2·kv_heads)·head_dim / 2], 1 for what
+    is not rotated. heads: (heads, kv_heads, head_dim)."""
+    rotations, (count, stored, size) = table.index_select(0, positions), heads  # [N, 1, rotary_dim / 2]
+    factors = rotations.new_ones((positions.shape[0], count + 2 * stored, size // 2))
+    factors[:, : count + stored, : rotations.shape[-1]] = rotations
+    return factors.view(positions.shape[0], -1)
+
+
 def uses_long_factors(rope: RopeParameters, size: RopeSize) -> bool:
     """Whether a table of type `longrope` holds the long factors."""
     return rope.get("rope_type") == "longrope" and size.max_len > rope["original_max_position_embeddings"]

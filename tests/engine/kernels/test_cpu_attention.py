@@ -53,14 +53,18 @@ class _Blocks:
         return self._tables[slot]
 
 
-def attend(case: Case, scoring: Scoring = PLAIN) -> Tensor:
-    """What the compiled code gives, for spans in the order of the case's tables."""
-    storage = _Blocks(case)
-    reader = BlockReader.over(storage)  # type: ignore[arg-type]
-    assert reader is not None
+def group_of(case: Case) -> BlockGroup:
+    """All spans, in the order of the case's tables."""
     spans = [span._replace(slot=number) for number, span in enumerate(case.spans)]
-    group = BlockGroup.of(slice(None), spans, storage)  # type: ignore[arg-type]
-    return reader.attend(group, 0, case.queries, scoring)
+    positions, last = (torch.tensor([n for s in spans for n in of(s)]) for of in (Span.positions, Span.last_visible))
+    return BlockGroup.of(slice(None), spans, _Blocks(case), positions, last)  # type: ignore[arg-type]
+
+
+def attend(case: Case, scoring: Scoring = PLAIN) -> Tensor:
+    """What the compiled code gives."""
+    reader = BlockReader.over(_Blocks(case))  # type: ignore[arg-type]
+    assert reader is not None
+    return reader.attend(group_of(case), 0, case.queries, scoring)
 
 
 def expected(case: Case, scoring: Scoring = PLAIN) -> Tensor:
@@ -105,8 +109,7 @@ def test_parts_of_the_work_give_the_same_bits(parts: int) -> None:
     case = make_case(MIXED, Heads(3, 2, 64))
     whole = attend(case)
     out, no_sinks = np.full((len(case.queries), 6, 64), np.nan, np.float32), np.zeros(0, np.float32)
-    spans = [s._replace(slot=i) for i, s in enumerate(case.spans)]
-    group = BlockGroup.of(slice(None), spans, _Blocks(case))  # type: ignore[arg-type]
+    group = group_of(case)
     given = case.queries.numpy(), case.pool.numpy(), group.tables, group.first_rows, group.rows_within(None)
     for part in reversed(range(parts)):
         before = np.isnan(out).sum()

@@ -31,7 +31,7 @@ def load_alone(checkpoint: str, dtype: torch.dtype = torch.float64, max_len: int
 
 def all_compiled(decoder: Decoder) -> Decoder:
     """The decoder with compiled layers for all passes that they could serve, whatever is fastest here."""
-    few_rows = CompiledLayers.of(decoder.layers, decoder.config, decoder.dtype)
+    few_rows = CompiledLayers.of(decoder.layers, decoder.config, decoder.rotations, decoder.dtype)
     assert few_rows is not None
     few_rows.block_rows = BUCKETS[-1]
     return replace(decoder, few_rows=few_rows)

@@ -124,6 +124,7 @@ def test_negative_control_no_part_can_be_left_out(fault: str, checkpoint: Callab
         reader = Reader(decoder, TEXTS, logits(TEXTS))
     reader.feed({0: 4})
     few_rows_of(decoder)._known[:] = map(broken, few_rows_of(decoder)._known)
+    few_rows_of(decoder)._runs.clear()
     with pytest.raises(AssertionError, match="logits differ"):
         reader.feed({0: 1})
 
@@ -203,13 +204,13 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, checkpoint: Callable[
 @pytest.mark.parametrize("kind", TYPES)
 def test_threads_share_a_layer(kind: str, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = make(checkpoint("gemma2" if kind == "float32" else "qwen3 with biases and windows"), *KINDS[kind])
-    alone, real, parts = logits_of(decoder, PASSES), cpu_layers.add_layer, set[object]()
+    alone, real, parts = logits_of(decoder, PASSES), cpu_layers.add_layers, set[object]()
 
-    def add_layer(*given: Any) -> None:
+    def add_layers(*given: Any) -> None:
         parts.add(given[-2:])
         real(*given)
 
-    monkeypatch.setattr(cpu_layers, "add_layer", add_layer)
+    monkeypatch.setattr(cpu_layers, "add_layers", add_layers)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(compiled_code, "PART_BYTES", 1)
     shared = logits_of(decoder, PASSES)
@@ -221,20 +222,20 @@ def test_threads_share_a_layer(kind: str, checkpoint: Callable[[str], str], monk
 def test_nobody_waits_for_a_thread_that_fails(
     failing: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, real = make(checkpoint("llama"), *KINDS["float32"]), cpu_layers.add_layer
+    decoder, real = make(checkpoint("llama"), *KINDS["float32"]), cpu_layers.add_layers
 
-    def add_layer(*given: Any) -> None:
-        if given[-3:-1] == (1, failing):  # in the second layer
+    def add_layers(*given: Any) -> None:
+        if given[-2] == failing:
             raise MemoryError("there is no room")
         real(*given)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(compiled_code, "PART_BYTES", 1)
     logits_of(decoder, PASSES)
-    monkeypatch.setattr(cpu_layers, "add_layer", add_layer)
+    monkeypatch.setattr(cpu_layers, "add_layers", add_layers)
     with pytest.raises(MemoryError, match="there is no room"):
         logits_of(decoder, PASSES)
-    monkeypatch.setattr(cpu_layers, "add_layer", real)
+    monkeypatch.setattr(cpu_layers, "add_layers", real)
     logits_of(decoder, PASSES)
 
 
@@ -310,7 +311,7 @@ def test_as_many_rows_as_all_products_are_compiled_for(
     choices: tuple[int, int], rows: int, checkpoint: Callable[[str], str]
 ) -> None:
     decoder = load_alone(checkpoint("llama"))
-    few_rows = CompiledLayers.of(decoder.layers, decoder.config, decoder.dtype)
+    few_rows = CompiledLayers.of(decoder.layers, decoder.config, decoder.rotations, decoder.dtype)
     assert few_rows is not None
     first, *others = [product for layer in decoder.layers for product in products_of(layer)]
     with pytest.MonkeyPatch.context() as patched:
@@ -338,7 +339,7 @@ def test_without_numba_torch_computes_all_passes(
 ) -> None:
     decoder = load_alone(checkpoint("llama"))
     monkeypatch.setattr(compiled_layers, "compiled_module", lambda name: None)
-    assert layers_for_few_rows(decoder.layers, decoder.config, decoder.dtype, CPU) is None
+    assert layers_for_few_rows(decoder.layers, decoder.config, decoder.rotations, decoder.dtype, CPU) is None
 
 
 def test_what_compiled_layers_save_is_measured(
