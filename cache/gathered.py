@@ -1,13 +1,10 @@
 """Paged memory for any device. Attention's K and V are gathered from the blocks: one copy per layer and group."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from cache.paged import HIDDEN, PagedCache
-from cache.storage import Blocks, KVShape, KVView, move_rows
-from cache.transfer import index_tensor
+from cache.storage import Blocks, KVShape, KVView
 
 BESIDE = 2  # blocks that a storage has beside those of its cache
 
@@ -17,46 +14,12 @@ class GatheredStorage(Blocks):
     one takes rows that belong to no sequence; nothing reads it."""
 
     def __init__(self, cache: PagedCache, shape: KVShape) -> None:
-        self._zero_block, self.block_size = cache.num_blocks, cache.block_size
+        self._zero_block = cache.num_blocks
         size = (shape.num_layers, cache.num_blocks + BESIDE, cache.block_size, *shape.row)
         memory = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        self._all_rows = memory.flatten(1, 2)
-        self.rows = self._all_rows.unbind(0)
-        self.blocks = memory.unbind(0)  # per layer [blocks + BESIDE, block_size, 2·kv_heads, head_dim]
         self._copies = memory.new_empty(0)  # of blocks, for attention
         self.spare_row = (cache.num_blocks + 1) * cache.block_size
-        super().__init__(memory[:, : cache.num_blocks], cache, shape.kv_heads)
-
-    def run(self, first: int, count: int) -> Sequence[Tensor]:
-        return self._all_rows.narrow(1, first, count).unbind(0)
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        read, write = index_tensor([*sources, *targets], self._all_rows.device).view(2, -1).unbind(0)
-        self.move_rows(read, write)
-
-    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """As move(), with row numbers [n] int64 on the memory's device. The spare row may be a target several times."""
-        move_rows(self._all_rows, sources, targets)
-
-    def prepare(self, handles: Sequence[int]) -> None:
-        self.copy_shared_blocks()
-
-    def row_numbers(self, slot: int, start: int, end: int) -> list[int]:
-        """As in Storage. Raises ValueError for positions beyond the slot's table."""
-        size, table = self.block_size, self._cache.slot_table(slot)
-        if end > len(table) * size:
-            raise ValueError(f"slot {slot} has memory for {len(table) * size} positions, not for {end}: reserve them")
-        rows: list[int] = []
-        while start < end:
-            stop = min(end, start - start % size + size)
-            first = table[start // size] * size + start % size
-            rows += range(first, first + stop - start)
-            start = stop
-        return rows
-
-    def table(self, slot: int) -> list[int]:
-        """As in Storage, with HIDDEN for the blocks that no query sees."""
-        return self._cache.slot_table(slot)
+        super().__init__(memory, cache, shape.kv_heads)
 
     def view(self, first_slot: int, slots: int, length: int) -> KVView:
         count = -(-length // self.block_size)

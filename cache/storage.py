@@ -84,8 +84,7 @@ class Storage(Protocol):
     def prepare(self, handles: Sequence[int]) -> None:
         """Bring the memory of these sequences in line with the cache's bookkeeping.
 
-        Call it before every pass: after the cache's `reserve`, before `row_numbers` and `view`. Raises OSError; then
-        the call may be repeated.
+        Call it before every pass: after the cache's `reserve`, before `row_numbers` and `view`.
         """
         ...
 
@@ -96,7 +95,8 @@ class Storage(Protocol):
     def view(self, first_slot: int, slots: int, length: int) -> KVView:
         """Return a view of the first `length` positions of neighbouring slots.
 
-        Positions without memory read as zeros in a prepared slot. An unprepared slot may read anything.
+        Positions without memory read as zeros in a prepared slot. An unprepared slot may read anything. Raises OSError;
+        then the call may be repeated.
         """
         ...
 
@@ -123,45 +123,60 @@ class Storage(Protocol):
         ...
 
 
-class Contiguous:
-    """Slots whose positions follow each other in (virtual) memory, so that a view needs no copy.
+class SlotViews:
+    """Views of slots whose positions follow each other in (virtual) memory, without a copy.
 
     memory [layers, slots, positions, 2·kv_heads, head_dim], contiguous.
     """
 
     def __init__(self, memory: Tensor, kv_heads: int) -> None:
+        by_head = memory.transpose(2, 3)  # [layers, slots, 2·kv_heads, positions, head_dim]
+        self.keys, self.values = by_head[:, :, :kv_heads], by_head[:, :, kv_heads:]
+
+    def view(self, first_slot: int, slots: int, length: int) -> KVView:
+        """As Storage.view."""
+        chosen = (slice(None), slice(first_slot, first_slot + slots), slice(None), slice(length))
+        return tuple(zip(self.keys[chosen].unbind(0), self.values[chosen].unbind(0), strict=True))
+
+
+class Rows:
+    """The rows of a memory [layers, blocks, positions, 2·kv_heads, head_dim], contiguous."""
+
+    def __init__(self, memory: Tensor) -> None:
         self._all_rows = memory.flatten(1, 2)
         self.rows = self._all_rows.unbind(0)
-        self.blocks = memory.unbind(0)  # a slot is a block
-        self._stride = memory.shape[2]  # rows from one slot to the next
-        by_head = memory.transpose(2, 3)  # [layers, slots, 2·kv_heads, positions, head_dim]
-        self._keys, self._values = by_head[:, :, :kv_heads], by_head[:, :, kv_heads:]
-
-    def table(self, slot: int) -> Sequence[int]:
-        return (slot,)
+        self.blocks = memory.unbind(0)
 
     def run(self, first: int, count: int) -> Sequence[Tensor]:
         return self._all_rows.narrow(1, first, count).unbind(0)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         read, write = index_tensor([*sources, *targets], self._all_rows.device).view(2, -1).unbind(0)
-        move_rows(self._all_rows, read, write)
+        self.move_rows(read, write)
+
+    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """As move(), with row numbers [n] int64 on the memory's device. All sources are read before any target is
+        written. A row that nobody reads may be a target several times."""
+        self._all_rows.index_copy_(1, targets, self._all_rows.index_select(1, sources))
+
+
+class SlottedStorage(Rows):
+    """Slotted memory: all positions of all slots are allocated at the start. A slot is a block."""
+
+    def __init__(self, cache: SlottedCache, slots: int, max_len: int, shape: KVShape) -> None:
+        self._cache, self._stride = cache, max_len
+        memory = torch.zeros((shape.num_layers, slots, max_len, *shape.row), dtype=shape.dtype, device=shape.device)
+        super().__init__(memory)
+        self._views = SlotViews(memory, shape.kv_heads)
+
+    def table(self, slot: int) -> Sequence[int]:
+        return (slot,)
 
     def row_numbers(self, slot: int, start: int, end: int) -> range:
         return range(slot * self._stride + start, slot * self._stride + end)
 
     def view(self, first_slot: int, slots: int, length: int) -> KVView:
-        chosen = (slice(None), slice(first_slot, first_slot + slots), slice(None), slice(length))
-        return tuple(zip(self._keys[chosen].unbind(0), self._values[chosen].unbind(0), strict=True))
-
-
-class SlottedStorage(Contiguous):
-    """Slotted memory: all positions of all slots are allocated at the start."""
-
-    def __init__(self, cache: SlottedCache, slots: int, max_len: int, shape: KVShape) -> None:
-        self._cache = cache
-        size = (shape.num_layers, slots, max_len, *shape.row)
-        super().__init__(torch.zeros(size, dtype=shape.dtype, device=shape.device), shape.kv_heads)
+        return self._views.view(first_slot, slots, length)
 
     def prepare(self, handles: Sequence[int]) -> None:
         pass
@@ -188,19 +203,40 @@ class SlottedStorage(Contiguous):
 
     def read(self, layer: int, handle: int, length: int) -> tuple[Tensor, Tensor]:
         slot = self._cache.slot(handle)
-        return self._keys[layer, slot, :, :length], self._values[layer, slot, :, :length]
+        return self._views.keys[layer, slot, :, :length], self._views.values[layer, slot, :, :length]
 
 
-class Blocks:
+class Blocks(Rows):
     """The memory of a paged cache's blocks; the cache's tables refer to them.
 
-    pool [layers, blocks, block_size, 2·kv_heads, head_dim].
+    memory [layers, ≥ blocks, block_size, 2·kv_heads, head_dim], contiguous; pool: the part that the cache has.
     """
 
-    def __init__(self, pool: Tensor, cache: PagedCache, kv_heads: int) -> None:
-        self.pool = pool
+    def __init__(self, memory: Tensor, cache: PagedCache, kv_heads: int) -> None:
+        self.pool, self.block_size = memory[:, : cache.num_blocks], cache.block_size
+        super().__init__(memory)
         self._cache = cache
         self._kv_heads = kv_heads
+
+    def prepare(self, handles: Sequence[int]) -> None:
+        self.copy_shared_blocks()
+
+    def row_numbers(self, slot: int, start: int, end: int) -> list[int]:
+        """As in Storage. Raises ValueError for positions beyond the slot's table."""
+        size, table = self.block_size, self._cache.slot_table(slot)
+        if end > len(table) * size:
+            raise ValueError(f"slot {slot} has memory for {len(table) * size} positions, not for {end}: reserve them")
+        rows: list[int] = []
+        while start < end:
+            stop = min(end, start - start % size + size)
+            first = table[start // size] * size + start % size
+            rows += range(first, first + stop - start)
+            start = stop
+        return rows
+
+    def table(self, slot: int) -> list[int]:
+        """As in Storage, with HIDDEN for the blocks that no query sees."""
+        return self._cache.slot_table(slot)
 
     def copy_shared_blocks(self) -> None:
         """Copy the shared blocks that a sequence is about to write.
@@ -235,12 +271,6 @@ class Blocks:
         blocks[table == HIDDEN] = 0
         rows = blocks.flatten(0, 1)[:length].transpose(0, 1)  # [2·kv_heads, length, head_dim]
         return rows[: self._kv_heads], rows[self._kv_heads :]
-
-
-def move_rows(memory: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """memory [layers, rows, …]: as Storage.move, with row numbers [n] int64 on the memory's device. All sources are
-    read before any target is written."""
-    memory.index_copy_(1, targets, memory.index_select(1, sources))
 
 
 def _all_finite(pieces: Iterable[Tensor]) -> bool:

@@ -30,7 +30,7 @@ def moved(_context: Any, given: Any, addresses: Any, row: Any) -> Any:
         at, place = row_of(context, builder, addresses, table, number), count()
 
         def move(kind: Any, value: Any) -> Any:
-            if isinstance(kind, types.BaseTuple):
+            if isinstance(kind, (types.Tuple, types.UniTuple, types.NamedTuple)):
                 parts = cgutils.unpack_tuple(builder, value)
                 return context.make_tuple(
                     builder, kind, [move(of, part) for of, part in zip(kind.types, parts, strict=True)]

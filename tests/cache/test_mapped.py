@@ -40,12 +40,18 @@ def grow(cache: PagedCache, storage: MappedStorage, handle: int, count: int, val
     storage.prepare([handle])
     places = storage.row_numbers(cache.slot(handle), start, start + count)
     for rows in storage.rows:
-        rows[places.start : places.stop] = value
+        rows[places] = value
     cache.extend(handle, count)
 
 
+def map_slot(cache: PagedCache, storage: MappedStorage, handle: int) -> None:
+    """Attention that multiplies matrices would look at the sequence."""
+    storage.prepare([handle])
+    storage.view(cache.slot(handle), 1, MAX_LEN)
+
+
 def keys_of(cache: PagedCache, storage: MappedStorage, handle: int, length: int = MAX_LEN) -> torch.Tensor:
-    """Return the last layer's keys [length, head_dim] of this sequence, after `prepare`."""
+    """The last layer's keys [length, head_dim] of this sequence."""
     storage.prepare([handle])
     return storage.view(cache.slot(handle), 1, length)[1][0][0, 0]
 
@@ -92,6 +98,7 @@ def test_what_a_sequence_gave_back_is_read_as_zeros_whoever_writes_there(monkeyp
     def seen_after_rollback() -> torch.Tensor:
         cache, storage = make()
         grow(cache, storage, 0, 3 * BLOCK)
+        map_slot(cache, storage, 0)
         given_back = cache.table(0)[1:]
         cache.truncate_to(0, BLOCK)
         storage.pool[:, given_back] = torch.nan
@@ -159,24 +166,26 @@ def test_an_unchanged_table_is_not_mapped_again(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(MappedStorage, "_map", spy)
     grow(cache, storage, 0, 2 * BLOCK)
+    assert not calls  # nobody has looked
+    map_slot(cache, storage, 0)
     first = cache.table(0)[0]
     assert calls == [(0, 2, first)]  # neighbours at once
-    storage.prepare([0])
+    map_slot(cache, storage, 0)
     assert len(calls) == 1
     grow(cache, storage, 0, 1)
+    map_slot(cache, storage, 0)
     assert calls[1:] == [(2, 3, cache.table(0)[2])]
     cache.truncate_to(0, BLOCK)
-    storage.prepare([0])
+    map_slot(cache, storage, 0)
     assert calls[2:] == [(1, 3, None)]
 
 
-def test_positions_that_are_not_mapped_have_no_place() -> None:
+def test_positions_without_memory_have_no_place() -> None:
     cache, storage = make()
     cache.allocate(0)
-    cache.reserve(0, 1)
     with pytest.raises(ValueError, match=f"slot 0 has memory for 0 positions, not for {BLOCK}"):
-        storage.row_numbers(0, 0, BLOCK)  # not prepared yet
-    storage.prepare([0])
+        storage.row_numbers(0, 0, BLOCK)  # not reserved yet
+    cache.reserve(0, 1)
     assert list(storage.row_numbers(0, 0, BLOCK)) == list(range(BLOCK))
     with pytest.raises(ValueError, match=f"not for {BLOCK + 1}"):
         storage.row_numbers(0, 0, BLOCK + 1)
@@ -210,13 +219,14 @@ def test_a_failed_mapping_names_its_reason(monkeypatch: pytest.MonkeyPatch, code
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3])
-def test_a_preparation_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+def test_a_view_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """With two layers, mmap fails before the first block, between a block's layers, and before the zeros at the end."""
 
     def attempt() -> tuple[PagedCache, MappedStorage]:
         cache, storage = make()
         grow(cache, storage, 0, 3 * BLOCK)
         grow(cache, storage, 1, 2 * BLOCK, 2.0)
+        map_slot(cache, storage, 0)
         cache.release(0)
         cache.allocate(2)  # takes the slot, and with it stale mappings
         assert cache.slot(2) == 0
@@ -224,7 +234,7 @@ def test_a_preparation_that_failed_may_be_tried_again(monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(mapped, "_libc", FullKernel(errno.ENOMEM, calls))
             with pytest.raises(OSError, match="cannot map"):
-                storage.prepare([2])
+                map_slot(cache, storage, 2)
         return cache, storage
 
     cache, storage = attempt()
@@ -241,13 +251,14 @@ def test_a_table_that_comes_back_after_a_failure_is_mapped_again(monkeypatch: py
     cache, storage = make()
     grow(cache, storage, 0, BLOCK)
     grow(cache, storage, 1, BLOCK, 2.0)
+    map_slot(cache, storage, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "table", lambda _: [cache.slot_table(1)[0]])
+        others = list(cache.slot_table(1))
+        patch.setattr(cache, "slot_table", lambda _: others)
         patch.setattr(mapped, "_libc", FullKernel(errno.ENOMEM, 1))  # the first layer is mapped, the second is not
         with pytest.raises(OSError, match="cannot map"):
-            storage.prepare([0])
-    assert (storage.view(0, 1, BLOCK)[0][0] == 2).all()
-    storage.prepare([0])
+            map_slot(cache, storage, 0)
+    assert (storage._views.view(0, 1, BLOCK)[0][0] == 2).all()
     for layer in range(2):
         assert (storage.view(0, 1, BLOCK)[layer][0] == 1).all()
 
@@ -283,6 +294,7 @@ def test_all_is_given_back_when_the_last_tensor_goes() -> None:
 def test_closed_it_maps_nothing_more() -> None:
     cache, storage = make()
     grow(cache, storage, 0, BLOCK)
+    map_slot(cache, storage, 0)
     number = storage._file
     storage.close()
     storage.close()
@@ -293,7 +305,7 @@ def test_closed_it_maps_nothing_more() -> None:
     assert (keys_of(cache, storage, 0, BLOCK) == 1).all()
     cache.reserve(0, BLOCK)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        storage.prepare([0])
+        map_slot(cache, storage, 0)
     for file in {other, number}:
         os.close(file)
 
@@ -313,7 +325,10 @@ def test_map_count_is_what_scattered_blocks_need() -> None:
     for _ in range(4):
         for handle in range(SLOTS):
             grow(cache, storage, handle, BLOCK)
-    assert mappings() - 1 == map_count(layout, 2) == SLOTS * 4 * 2  # 1: the pool itself
+    assert mappings() == 1  # the pool itself
+    for handle in range(SLOTS):
+        map_slot(cache, storage, handle)
+    assert mappings() - 1 == map_count(layout, 2) == SLOTS * 4 * 2
 
 
 @pytest.mark.parametrize(
