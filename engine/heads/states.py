@@ -106,8 +106,9 @@ class TargetStates:
                 self._copy(planned.targets.tensor, sources, states)
                 return
             self._drop_plan()
-            if found := self._assign_rows(feeds, starts):
-                self._copy_found(list(found), list(found.values()), states)
+            found, of = self._assign_rows(feeds, starts)
+            if found:
+                self._copy_found(found, of, states)
         except Exception:
             self._lose_all()
 
@@ -216,8 +217,7 @@ class TargetStates:
         self._planned = None
         first = 0
         for handle, start, count in planned.served:
-            self._begin(handle, start)
-            self._held[handle].rows += planned.rows[first : first + count]
+            self._begin(handle, start).rows += planned.rows[first : first + count]
             first += count
 
     def _drop_plan(self) -> None:
@@ -226,30 +226,45 @@ class TargetStates:
             self._give_back(self._planned.rows)
             self._planned = None
 
-    def _assign_rows(self, feeds: Seq[Feed], starts: Seq[int]) -> dict[int, int]:
-        """Row of the table → row of the pass. A row that a later feed took from an earlier one is the later one's."""
+    def _assign_rows(self, feeds: Seq[Feed], starts: Seq[int]) -> tuple[list[int], list[int]]:
+        """(rows of the table, the rows of the pass that go there)."""
+        sources, counts, end = list[int](), list[tuple[_Held, int]](), 0
         for feed, start in zip(feeds, starts, strict=True):
+            begin, end = end, end + feed.committed + feed.drafts
             if self._serves(feed.sequence):
-                self._begin(feed.sequence.handle, start)
-        sources: dict[int, int] = {}
-        end = 0
-        for feed in feeds:
-            count = feed.committed + feed.drafts
-            end += count
-            if self._serves(feed.sequence):
-                taken = self._append(self._held[feed.sequence.handle], count)
-                sources.update(zip(taken, range(end - len(taken), end), strict=True))
-        return sources
+                counts.append((self._begin(feed.sequence.handle, start), end - begin))
+                sources += range(begin, end)
+        if len(sources) > len(self._free):
+            return self._assign_fewer_rows(counts, sources)
+        rows, first = self._take_free(len(sources)), 0
+        for held, count in counts:
+            held.rows += rows[first : first + count]
+            first += count
+        return rows, sources
 
-    def _begin(self, handle: int, start: int) -> None:
-        """Drop what a pass from position `start` on replaces, and what lies before a hole."""
-        held = self._held.setdefault(handle, _Held(start, []))
-        kept = max(0, start - held.start)
-        self._give_back(held.rows[kept:])
-        del held.rows[kept:]
-        if held.end != start:
-            self._give_back(held.rows)
-            held.start, held.rows = start, []
+    def _assign_fewer_rows(self, counts: Seq[tuple[_Held, int]], sources: Seq[int]) -> tuple[list[int], list[int]]:
+        """As _assign_rows, where old states must go. A row that a later sequence took from an earlier one is the later
+        one's."""
+        found, end = dict[int, int](), 0
+        for held, count in counts:
+            end += count
+            taken = self._append(held, count)
+            found.update(zip(taken, sources[end - len(taken) : end], strict=True))
+        return list(found), list(found.values())
+
+    def _begin(self, handle: int, start: int) -> _Held:
+        """The sequence's states, without what a pass from position `start` on replaces, and what lies before a hole."""
+        held = self._held.get(handle)
+        if held is None:
+            held = self._held[handle] = _Held(start, [])
+        elif held.end != start:
+            kept = max(0, start - held.start)
+            self._give_back(held.rows[kept:])
+            del held.rows[kept:]
+            if held.end != start:
+                self._give_back(held.rows)
+                held.start, held.rows = start, []
+        return held
 
     def _append(self, held: _Held, count: int) -> list[int]:
         """Give rows to the next `count` positions. Returns the rows of the last positions, as many as there is room
@@ -276,7 +291,7 @@ class TargetStates:
     def _copy_found(self, rows: list[int], sources: list[int], states: Tensor) -> None:
         """As _copy. One copy is enough where all rows of the pass go to rows that follow each other, as they mostly do
         in plain decoding."""
-        first, every = rows[0], sources == list(range(len(states)))
+        first, every = rows[0], len(sources) == len(states) and sources == list(range(len(sources)))
         if every and rows == list(range(first, first + len(rows))) and self._table is not None:
             self._table.narrow(0, first, len(rows)).copy_(states)
             return

@@ -345,9 +345,9 @@ def keep_all(self: TargetStates, handle: int, base: int, accepted: Seq[int]) -> 
     pass
 
 
-def begin_behind(self: TargetStates, handle: int, start: int) -> None:
+def begin_behind(self: TargetStates, handle: int, start: int) -> object:
     """A pass that is tried again does not replace what the first try computed."""
-    begin(self, handle, max(start, self.positions(handle).stop))
+    return begin(self, handle, max(start, self.positions(handle).stop))
 
 
 def skip_one_more(self: TargetStates, handle: int, start: int) -> None:
