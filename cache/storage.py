@@ -139,7 +139,7 @@ class SlotViews:
         return tuple(zip(self.keys[chosen].unbind(0), self.values[chosen].unbind(0), strict=True))
 
 
-class Rows:
+class RowMemory:
     """The rows of a memory [layers, blocks, positions, 2·kv_heads, head_dim], contiguous."""
 
     def __init__(self, memory: Tensor) -> None:
@@ -160,7 +160,7 @@ class Rows:
         self._all_rows.index_copy_(1, targets, self._all_rows.index_select(1, sources))
 
 
-class SlottedStorage(Rows):
+class SlottedStorage(RowMemory):
     """Slotted memory: all positions of all slots are allocated at the start. A slot is a block."""
 
     def __init__(self, cache: SlottedCache, slots: int, max_len: int, shape: KVShape) -> None:
@@ -206,7 +206,7 @@ class SlottedStorage(Rows):
         return self._views.keys[layer, slot, :, :length], self._views.values[layer, slot, :, :length]
 
 
-class Blocks(Rows):
+class Blocks(RowMemory):
     """The memory of a paged cache's blocks; the cache's tables refer to them.
 
     memory [layers, ≥ blocks, block_size, 2·kv_heads, head_dim], contiguous; pool: the part that the cache has.

@@ -12,53 +12,13 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
 from engine.kernels.cpu_code import LANES, compiled
-from engine.kernels.cpu_vectors import WEIGHED, add_1, add_2, add_4, prefetch, score_keys
+from engine.kernels.cpu_exponentials import NOTHING, weigh
+from engine.kernels.cpu_vectors import WEIGHED, add_rows, prefetch, score_keys
 
-TILE = 64  # keys, in whole groups of WEIGHED: with fewer the work that each tile brings would count
-NOTHING = -1e30  # a score below all real ones; −inf − −inf would not be a number
-LOWEST = np.float32(-87.0)  # exp of less is no normal fp32 number
-
-
-def weights(scores: Any, count: int, top: float, powers: Any) -> None:
-    """Replace the first scores by exp(score − top). powers [≥ count] int32: room for fp32's exponents."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(weights, strict=False)
-def _weights(scores: Any, count: Any, top: Any, powers: Any) -> Any:
-    if scores.dtype == types.float64:
-
-        def exact(scores: Any, count: Any, top: Any, powers: Any) -> None:
-            for i in range(count):
-                scores[i] = math.exp(scores[i] - top)
-
-        return exact
-
-    def vectors(scores: Any, count: Any, top: Any, powers: Any) -> None:
-        """exp(x) = 2ⁿ · exp(r) with |r| ≤ ½ ln 2, by Cephes' polynomial for expf: no call, so vectors."""
-        factors = powers.view(np.float32)
-        for i in range(count):
-            x = scores[i] - top
-            if x < LOWEST:  # and no max(), which may lose NaN
-                x = LOWEST
-            n = np.float32(math.floor(x * np.float32(1.44269504) + np.float32(0.5)))
-            r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
-            y = np.float32(1.9875691500e-4)
-            y = y * r + np.float32(1.3981999507e-3)
-            y = y * r + np.float32(8.3334519073e-3)
-            y = y * r + np.float32(4.1665795894e-2)
-            y = y * r + np.float32(1.6666665459e-1)
-            y = y * r + np.float32(5.0000001201e-1)
-            scores[i] = y * r * r + r + np.float32(1)
-            powers[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
-        for i in range(count):
-            scores[i] *= factors[i]
-
-    return vectors
+# Keys, in whole groups of WEIGHED and in whole vectors: with fewer the work that each tile brings would count.
+TILE = 64
 
 
 @compiled
@@ -79,37 +39,6 @@ def score(queries: Any, lanes: int, tile: Any, head: int, count: int, scores: An
 
 
 @compiled
-def prefetch_values(rows: Any, numbers: Any, i: int, ahead: int) -> None:
-    for n in range(i, i + WEIGHED):
-        prefetch(rows, numbers[0, n] + ahead)
-
-
-@compiled
-def add_values(scores: Any, lanes: int, tile: Any, ahead: int, count: int, sums: Any) -> None:
-    """sums[lane] += Σ scores[lane, i] · value i, over whole groups of WEIGHED. tile: as in `score`. A value's row
-    is `ahead` behind that of head 0's key."""
-    rows, numbers, behind = tile
-    lane = 0
-    while lane + 4 <= lanes:
-        for i in range(0, count, WEIGHED):
-            if lane == 0:
-                prefetch_values(rows, behind, i, ahead)
-            add_4(scores, lane, i, rows, numbers, ahead, sums)
-        lane += 4
-    while lane + 2 <= lanes:
-        for i in range(0, count, WEIGHED):
-            if lane == 0:
-                prefetch_values(rows, behind, i, ahead)
-            add_2(scores, lane, i, rows, numbers, ahead, sums)
-        lane += 2
-    if lane < lanes:
-        for i in range(0, count, WEIGHED):
-            if lane == 0:
-                prefetch_values(rows, behind, i, ahead)
-            add_1(scores, lane, i, rows, numbers, ahead, sums)
-
-
-@compiled
 def sees(key: int, first: int, last: int, path: int, base: int) -> bool:
     """Whether a row sees a place: up to its last one, within its window, or as a node of its path."""
     if first <= key <= last:
@@ -120,42 +49,24 @@ def sees(key: int, first: int, last: int, path: int, base: int) -> bool:
 
 @compiled
 def soften(
-    scores: Any, start: int, count: int, row: tuple[int, int, int, int], cap: float, top: float, powers: Any
+    scores: Any, lane: int, start: int, count: int, row: tuple[int, int, int, int], cap: float, top: float
 ) -> Any:
     """Turn a lane's scores of the places from `start` on into weights, 0 for what the row does not see.
 
     row: (first, last, path, base) as `sees` has them. Returns (the largest score so far, the weights' sum).
     """
     first, last, path, base = row
-    zero = scores.dtype.type(0)
     begin, end = max(first - start, 0), min(last + 1 - start, count)
-    among_nodes = path != 0 and start + count > base
-    if among_nodes:
+    if path != 0 and start + count > base:
         begin, end = 0, count
         for i in range(count):
             if not sees(start + i, first, last, path, base):
-                scores[i] = NOTHING
+                scores[lane, i] = NOTHING
     if cap > 0:
         for i in range(begin, end):
-            scores[i] = cap * math.tanh(scores[i] / cap)
-    for i in range(begin, end):
-        top = max(top, scores[i])
-    for i in range(begin):
-        scores[i] = zero
-    for i in range(max(end, 0), len(scores)):
-        scores[i] = zero
-    if end <= begin or top <= NOTHING:
-        scores[:] = zero
-        return top, zero
-    weights(scores[begin:end], end - begin, top, powers)
-    if among_nodes:
-        for i in range(count):
-            if not sees(start + i, first, last, path, base):
-                scores[i] = zero
-    total = zero
-    for i in range(begin, end):
-        total += scores[i]
-    return top, total
+            if scores[lane, i] > NOTHING:
+                scores[lane, i] = cap * math.tanh(scores[lane, i] / cap)
+    return weigh(scores, lane, begin, end, top)
 
 
 @compiled
@@ -176,21 +87,20 @@ def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: A
 
 @compiled
 def attend_tile(
-    tile: Any, start: int, sizes: Any, head: tuple[int, int], rows: Any, cap: float, lanes: Any, room: Any
+    tile: Any, start: int, sizes: Any, head: tuple[int, int], rows: Any, cap: float, lanes: Any, scores: Any
 ) -> None:
     """Attend with all lanes of one kv head to the keys of a tile, from place `start` on.
 
     sizes: (number of keys, of entries, of lanes, of lanes per row). rows: (firsts, lasts, paths, base), as `attend` has
-    them. lanes: (queries, sums [lanes, head_dim], tops, totals [lanes]). room: (scores [lanes, TILE], powers [TILE]).
+    them. lanes: (queries, sums [lanes, head_dim], tops, totals [lanes]). scores [lanes, TILE]: room.
     """
     count, filled, most, group = sizes
     firsts, lasts, paths, base = rows
     queries, sums, tops, totals = lanes
-    scores, powers = room
     score(queries, most, tile, head[0], filled, scores)
     for lane in range(most):
         r = lane // group
-        top, total = soften(scores[lane], start, count, (firsts[r], lasts[r], paths[r], base), cap, tops[lane], powers)
+        top, total = soften(scores, lane, start, count, (firsts[r], lasts[r], paths[r], base), cap, tops[lane])
         if top > tops[lane]:
             factor = queries.dtype.type(math.exp(tops[lane] - top))
             totals[lane] *= factor
@@ -198,7 +108,8 @@ def attend_tile(
             for x in range(sums.shape[1]):
                 sums[lane, x] *= factor
         totals[lane] += total
-    add_values(scores, most, tile, head[0] + head[1], filled, sums)
+    flat, numbers, behind = tile  # a value's row is as far behind its key's as there are kv heads
+    add_rows(scores, most, flat, (numbers, behind), head[0] + head[1], count, sums)
 
 
 @compiled
@@ -219,7 +130,7 @@ def attend_heads(
     queries, sums, tops, totals = lanes
     size, step = pool.shape[1], pool.shape[2]
     most = len(rows[0]) * group
-    room = (np.zeros((most, TILE), queries.dtype), np.empty(TILE, np.int32))
+    scores = np.zeros((most, TILE), queries.dtype)
     flat = pool.reshape(pool.shape[0] * size * step, pool.shape[3])
     numbers, behind = np.zeros((1, TILE), np.intp), np.zeros((1, TILE), np.intp)
     start, high = bounds
@@ -231,7 +142,7 @@ def attend_heads(
         for n in range(heads[1] - heads[0]):
             of_head = (queries[n], sums[n], tops[n], totals[n])
             sizes = (stop - start, filled, most, group)
-            attend_tile((flat, numbers, behind), start, sizes, (heads[0] + n, step // 2), rows, cap, of_head, room)
+            attend_tile((flat, numbers, behind), start, sizes, (heads[0] + n, step // 2), rows, cap, of_head, scores)
         numbers, behind = behind, numbers
         start, stop, filled = stop, after, next_filled
 

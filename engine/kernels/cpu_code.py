@@ -151,12 +151,13 @@ def spread(builder: Any, value: Any, count: int) -> Any:
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count))
 
 
-def totals_of(builder: Any, vectors: list[Any]) -> Any:
-    """The sums of equally long vectors as one vector; as many as a power of 2.
+def totals_of(builder: Any, vectors: list[Any], add: Callable[[Any, Any], Any] | None = None) -> Any:
+    """The sums of equally long vectors as one vector; as many as a power of 2. add: of two vectors; None: their sum.
 
     Upper halves are added to lower halves until one number is left of each. So the others do not change a sum's bits.
     """
-    add = builder.add if isinstance(vectors[0].type.element, ir.IntType) else builder.fadd
+    if add is None:
+        add = builder.add if isinstance(vectors[0].type.element, ir.IntType) else builder.fadd
     length = vectors[0].type.count  # of what is left of each
     while len(vectors) > 1 or length > 1:
         pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]

@@ -23,8 +23,9 @@ from numba.extending import overload
 
 from engine.kernels.cpu_addresses import addresses_of as addresses_of  # for those that call add_layers
 from engine.kernels.cpu_addresses import moved
-from engine.kernels.cpu_attention import attend, weights
+from engine.kernels.cpu_attention import attend
 from engine.kernels.cpu_code import compiled, compiled_exactly
+from engine.kernels.cpu_exponentials import exponentials
 from engine.kernels.cpu_integers import ACTIVATION
 from engine.kernels.cpu_meeting import ENDED as ENDED
 from engine.kernels.cpu_meeting import meet
@@ -171,24 +172,24 @@ def gate(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     halves = np.empty((x.shape[0], 2 * width), x.dtype)
     product(entered, both, first, last, halves)
     product(entered, both, width + first, width + last, halves)
-    powers, room_of_powers = np.empty(last - first, x.dtype), np.empty(last - first, np.int32)
+    powers = np.empty((1, last - first), x.dtype)
     for row in range(x.shape[0]):
-        activate(halves[row], first, last, gelu, powers, room_of_powers)
+        activate(halves[row], first, last, gelu, powers)
         for i in range(first, last):
-            gated[row, i] = halves[row, i] / (powers.dtype.type(1) + powers[i - first]) * halves[row, width + i]
+            gated[row, i] = halves[row, i] / (powers.dtype.type(1) + powers[0, i - first]) * halves[row, width + i]
 
 
 @compiled_exactly
-def activate(numbers: Any, first: int, last: int, gelu: bool, powers: Any, room: Any) -> None:
-    """powers = exp(−u) for the sigmoid of u: u is the number itself, or for gelu a cubic of it."""
+def activate(numbers: Any, first: int, last: int, gelu: bool, powers: Any) -> None:
+    """powers [1, last − first] = exp(−u) for the sigmoid of u: u is the number itself, or for gelu a cubic of it."""
     number = powers.dtype.type
     for i in range(first, last):
         x = numbers[i]
         u = number(GELU_SLOPE) * (x + number(GELU_CUBE) * x * x * x) if gelu else x
-        powers[i - first] = number(-LARGEST_POWER) if u > number(LARGEST_POWER) else -u
-        if powers[i - first] > number(LARGEST_POWER):
-            powers[i - first] = number(LARGEST_POWER)
-    weights(powers, last - first, number(0), room)
+        powers[0, i - first] = number(-LARGEST_POWER) if u > number(LARGEST_POWER) else -u
+        if powers[0, i - first] > number(LARGEST_POWER):
+            powers[0, i - first] = number(LARGEST_POWER)
+    exponentials(powers, 0)
 
 
 @compiled_exactly

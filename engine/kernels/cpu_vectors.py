@@ -3,6 +3,9 @@
 A result is the same bits however many rows are computed beside it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -19,6 +22,7 @@ from engine.kernels.cpu_code import (
     ask_for_rows,
     behind,
     emitted,
+    features,
     in_tiles,
     index,
     load,
@@ -35,7 +39,9 @@ from engine.kernels.cpu_code import (
     zero_sum,
 )
 
-WEIGHED = CHANNELS  # rows that are added in one go: a sum's own load and store cost as much as a row
+WEIGHED = CHANNELS  # keys are scored in groups of so many
+# Sums that stay in registers while rows are added to them: lanes at once, largest first, and vectors of each.
+AT_ONCE, VECTORS = ((4, 2, 1), 4) if "avx512f" in features() else ((2, 1), 2)
 
 
 def _emit_dots(
@@ -144,40 +150,69 @@ def multiply_tile(_context: Any, x: Any, row: Any, rows: Any, weight: Any, chann
     return types.void(x, types.intp, types.intp, weight, types.intp, out), code
 
 
-def _add_of(lanes: int) -> Any:
-    """(weights [n, ..], lane, i, rows [m, width], numbers [1, ..], ahead, sums [n, width]): add to sums[lane], … the
-    rows numbers[0, i] + ahead … numbers[0, i + WEIGHED − 1] + ahead by weights[lane, i], …"""
+@emitted
+def add_rows(_context: Any, weights: Any, lanes: Any, rows: Any, tile: Any, ahead: Any, count: Any, sums: Any) -> Any:
+    """(weights [n, ..], lanes, rows [m, width], tile: (numbers, behind [1, ..]), ahead, count, sums [n, width]): add to
+    sums[lane] the rows numbers[0, i] + ahead by weights[lane, i], for i < count in turn, and so for the first lanes.
+    The rows behind[0, i] + ahead are asked for meanwhile."""
 
-    @emitted
-    def add(_context: Any, weights: Any, lane: Any, i: Any, rows: Any, numbers: Any, ahead: Any, sums: Any) -> Any:
-        def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            w, first, start, values, all_numbers, more, out = arguments
-            of_lanes, places = behind(builder, first, lanes), behind(builder, start, WEIGHED)
-            number_at = row_of(context, builder, numbers, all_numbers, index(0))
-            chosen = [builder.add(builder.load(number_at(place)), more) for place in places]
-            read = rows_of(context, builder, rows, values, chosen)
-            by_lane = rows_of(context, builder, weights, w, of_lanes)
-            factors = [[builder.load(weight(place)) for place in places] for weight in by_lane]
-            targets = rows_of(context, builder, sums, out, of_lanes)
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        w, most, values, both, more, end, out = arguments
+        size = sums.dtype.bitwidth // 8
+        width, length = width_of(context, builder, sums, out), VECTOR_BYTES // size
+        here, following = (
+            row_of(context, builder, kind, array, index(0))
+            for kind, array in zip(tile, cgutils.unpack_tuple(builder, both), strict=True)
+        )
 
-            def body(x: Any, count: int) -> None:
-                loaded = [load(builder, row(x), rows.dtype, count) for row in read]
-                for target, by_row in zip(targets, factors, strict=True):
-                    total = load(builder, target(x), sums.dtype, count)
-                    for factor, value in zip(by_row, loaded, strict=True):
-                        total = multiply_add(builder, spread(builder, factor, count), value, total)
-                    store(builder, total, target(x), sums.dtype.bitwidth // 8)
+        def row(numbers: Address, i: Any) -> Address:
+            return row_of(context, builder, rows, values, builder.add(builder.load(numbers(i)), more))
 
-            size = sums.dtype.bitwidth // 8
-            over_row(builder, width_of(context, builder, sums, out), VECTOR_BYTES // size, body)
-            return context.get_dummy_value()
+        def add(by_lane: list[Address], places: list[Any], count: int, asks: Any, targets: list[Address]) -> None:
+            """These parts of the sums stay in registers while the rows pass."""
+            totals = [[zero_sum(builder, sum_type(sums), count) for _ in places] for _ in targets]
+            addresses = [[target(x) for x in places] for target in targets]
+            parts = list(zip(chain(*addresses), chain(*totals), strict=True))
+            for address, part in parts:
+                builder.store(load(builder, address, sums.dtype, count), part)
+            with cgutils.for_range(builder, end, intp=INDEX) as loop:
+                read = row(here, loop.index)
+                loaded = [load(builder, read(x), rows.dtype, count) for x in places]
+                with builder.if_then(asks):
+                    for x in places:
+                        ask_for(builder, row(following, loop.index)(x))
+                for weight, of in zip(by_lane, totals, strict=True):
+                    factor = spread(builder, builder.load(weight(loop.index)), count)
+                    for value, part in zip(loaded, of, strict=True):
+                        builder.store(multiply_add(builder, factor, value, builder.load(part)), part)
+            for address, part in parts:
+                store(builder, builder.load(part), address, size)
 
-        return types.void(weights, types.intp, types.intp, rows, numbers, types.intp, sums), code
+        first = index(0)
+        for together in AT_ONCE:
+            with _steps(builder, first, most, together) as (lane, last):
+                of_lanes, start = behind(builder, lane, together), index(0)
+                asks = builder.icmp_signed("==", lane, index(0))
+                by_lane = rows_of(context, builder, weights, w, of_lanes)
+                targets = rows_of(context, builder, sums, out, of_lanes)
+                for vectors, count in ((VECTORS, length), (1, length), (1, 1)):
+                    with _steps(builder, start, width, vectors * count) as (x, stop):
+                        places = [builder.add(x, index(n * count)) for n in range(vectors)]
+                        add(by_lane, places, count, asks, targets)
+                    start = stop
+            first = last
+        return context.get_dummy_value()
 
-    return add
+    given = weights, types.intp, rows, tile, types.intp, types.intp, sums
+    return types.void(*given), code
 
 
-add_1, add_2, add_4 = _add_of(1), _add_of(2), _add_of(4)
+@contextmanager
+def _steps(builder: Any, start: Any, end: Any, step: int) -> Iterator[tuple[Any, Any]]:
+    """Emit a loop from `start` in steps that are whole below `end`: (where a step begins, where the last one ends)."""
+    stop = builder.add(start, builder.mul(builder.sdiv(builder.sub(end, start), index(step)), index(step)))
+    with cgutils.for_range_slice(builder, start, stop, index(step), INDEX) as (x, _):
+        yield x, stop
 
 
 @emitted

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cache.layout import Layout
 from cache.protocol import CacheFull
-from cache.storage import Rows
+from cache.storage import RowMemory
 from engine import round as round_module
 from engine.kernels import paged_rows
 from engine.models import attention
@@ -331,17 +331,17 @@ def slides_by_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def moves_one_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    move = Rows.move
-    monkeypatch.setattr(Rows, "move", lambda self, sources, targets: move(self, sources, [t + 1 for t in targets]))
+    move = RowMemory.move
+    monkeypatch.setattr(RowMemory, "move", lambda self, sources, targets: move(self, sources, [t + 1 for t in targets]))
 
 
 def moves_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    move = Rows.move
-    monkeypatch.setattr(Rows, "move", lambda self, sources, targets: move(self, [s + 1 for s in sources], targets))
+    move = RowMemory.move
+    monkeypatch.setattr(RowMemory, "move", lambda self, sources, targets: move(self, [s + 1 for s in sources], targets))
 
 
 def leaves_stale_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rows, "move", lambda *_: None)
+    monkeypatch.setattr(RowMemory, "move", lambda *_: None)
 
 
 def truncates_only(monkeypatch: pytest.MonkeyPatch) -> None:
