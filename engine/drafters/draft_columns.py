@@ -118,7 +118,7 @@ class DraftLaws:
         rows = [sampler.offsets[i] + ahead for i in active]
         with_law = [n for n, i in enumerate(active) if i in self.rows]
         if not with_law:
-            return sampler.draw(logits, rows, drafts, drafting=True)[0]
+            return sampler.draw_drafts(logits, rows, drafts)
         scores = sampler.scores(logits, rows, drafts)
         law_rows = [rows[n] for n in with_law]
         laws = sampler.laws(take(scores, with_law, sampler.numbers), law_rows)

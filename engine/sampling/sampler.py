@@ -28,17 +28,15 @@ from cache.transfer import index_tensor
 from engine.device.staging import RoundNumbers, Staged, Staging
 from engine.kernels.laws import log_law, log_law_reference
 from engine.sampling.adjustments import Adjustments, RoundRows, put, take
-from engine.sampling.candidates import NO_TOKENS, CutRows
 from engine.sampling.device_adjustments import DeviceAdjustments
 from engine.sampling.device_draws import DeviceFilters, DeviceRace
 from engine.sampling.filters import (
     Filters,
-    cut_without_sorting,
     cuts_without_sorting,
     truncated,
-    truncated_rows,
     truncates,
 )
+from engine.sampling.kept_draws import draw_kept
 from engine.sampling.noise import (
     COIN_STREAM,
     DRAFT_STREAM,
@@ -139,36 +137,33 @@ class Sampler:
             self._device_filters(rows)
             self._race_numbers(rows)
 
-    def draw(
-        self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None, *, drafting: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(token ids [R], whether each one's score is finite), as sample(scores(…)). On the CPU no scores are made for
         rows that keep few tokens."""
         if self._on_device:
             return self._device_race(rows).draw(self.scores(logits, rows, drafts))
         logits = self._before_filters(logits, rows, drafts)
-        if cuts_without_sorting(logits) and all(row in self._filter_row and row in self._noisy for row in rows):
-            return self._draw_kept(logits.contiguous(), rows, drafting)
+        if self._keeps_few(logits, rows):
+            return self._draw_kept(logits, rows, drafting=False)
         scores = self._filtered(logits, rows)
-        drawn = self.sample(scores, rows, drafting=drafting)
+        drawn = self.sample(scores, rows)
         return drawn, are_finite(scores, drawn)  # an argmax over NaN picks a NaN
 
-    def _draw_kept(self, logits: Tensor, rows: Seq[int], drafting: bool) -> tuple[Tensor, Tensor]:
+    def draw_drafts(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
+        """The tokens of draw(). The target will draw for the same rows, so the noise of all rows is made and kept."""
+        if self._on_device:
+            return self.draw(logits, rows, drafts)[0]
+        logits = self._before_filters(logits, rows, drafts)
+        if self._keeps_few(logits, rows):
+            return self._draw_kept(logits, rows, drafting=True)[0]
+        return self.sample(self._filtered(logits, rows), rows, drafting=True)
+
+    def _keeps_few(self, logits: Tensor, rows: Seq[int]) -> bool:
+        return all(row in self._filter_row and row in self._noisy for row in rows) and cuts_without_sorting(logits)
+
+    def _draw_kept(self, logits: Tensor, rows: Seq[int], *, drafting: bool) -> tuple[Tensor, Tensor]:
         """As draw(), for rows that all have filters and noise. Only rows that keep many tokens get scores."""
-        filters = self._filters_of(rows)
-        cut = cut_without_sorting(logits, filters)
-        race, numbers = self._race_of(rows, drafting)
-        drawn, finite = race.run_kept(cut.kept, numbers), torch.ones(len(rows), dtype=torch.bool)
-        if cut.last_removed:
-            picked, last = list(cut.last_removed), list(cut.last_removed.values())
-            drawn[picked] = race.run(take(logits, picked, self.numbers), [numbers[n] for n in picked], last)
-        if cut.left:
-            index = torch.tensor(cut.left)
-            found = CutRows(NO_TOKENS, {}, list(range(len(cut.left))))
-            scores = truncated_rows(logits[index], filters.pick(index), found)
-            drawn[index] = race.run(scores, [numbers[n] for n in cut.left])
-            finite[index] = are_finite(scores, drawn[index])
-        return drawn, finite
+        return draw_kept(logits.contiguous(), self._filters_of(rows), *self._race_of(rows, drafting), self.numbers)
 
     def scores(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
         """The transform without the division by the temperature, [R, vocab] → [R, vocab]; −inf for excluded tokens.
@@ -287,14 +282,8 @@ class Sampler:
         The best tokens of a Gumbel race are draws without replacement (Kool et al. 2019, arXiv 1903.06059), and
         propose() draws the first of them. A row with fewer tokens repeats its first one, with a one-hot law.
         """
-        race, given = self._draft_race(rows, laws), [laws]
-        siblings = Siblings(laws, race.run(laws, range(len(rows))), width)
-        for _ in range(1, width):
-            law = siblings.left.log_softmax(-1)
-            found = siblings.add(race.run(siblings.left, range(len(rows))))
-            one_hot = torch.full_like(law, -torch.inf).scatter_(1, siblings.first[:, None], 0.0)
-            given.append(torch.where(found[:, None], law, one_hot))
-        return siblings.tokens(), torch.stack(given, 1) if width > 1 else laws[:, None]
+        race = self._draft_race(rows, laws)
+        return Siblings.draw_with_laws(laws, width, lambda left: race.run(left, range(len(rows))))
 
     def emit(self, weights: Tensor, indices: Seq[int], ahead: Tensor) -> Tensor:
         """The recovered or bonus tokens [N] of these sequences, drawn from log-weights [N, vocab] (stream 3) at `ahead`

@@ -29,6 +29,18 @@ class Siblings:
             siblings.add(draw(siblings.left))
         return siblings
 
+    @classmethod
+    def draw_with_laws(cls, laws: Tensor, width: int, draw: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """As draw(), from log-laws [R, vocab]: (siblings [R, width], the log-law [R, width, vocab] of each one given
+        those before it; one-hot for a repeated one)."""
+        siblings, given = cls(laws, draw(laws), width), [laws]
+        for _ in range(1, width):
+            law = siblings.left.log_softmax(-1)
+            found = siblings.add(draw(siblings.left))
+            one_hot = torch.full_like(law, -torch.inf).scatter_(1, siblings.first[:, None], 0.0)
+            given.append(torch.where(found[:, None], law, one_hot))
+        return siblings.tokens(), torch.stack(given, 1) if width > 1 else laws[:, None]
+
     def add(self, drawn: Tensor) -> Tensor:
         """Take what was drawn [R] from `left` out of it. Returns whether there was a token to draw [R]."""
         found = self.left.gather(1, drawn[:, None])[:, 0] > -torch.inf

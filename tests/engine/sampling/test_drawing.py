@@ -41,7 +41,9 @@ def drawn_apart(params: Seq[SamplingParams], vocab: int, *, drafting: bool = Fal
     logits = rows_of_every_kind(vocab)
     sequences = [make_sequence(i, [0], p, key=i) for i, p in enumerate(params)]
     sampler = sampler_of(sequences, vocab)
-    drawn, finite = sampler.draw(logits, range(len(params)), drafting=drafting)
+    drawn, finite = sampler.draw(logits, range(len(params)))
+    if drafting:
+        drawn = sampler_of(sequences, vocab).draw_drafts(logits, range(len(params)))
     chosen = filters.Filters.make(params, vocab, CPU)
     scores = logits.masked_fill(filters.removed(logits, chosen), -inf)
     keys = sampler._keys(0, range(len(params))).tensor

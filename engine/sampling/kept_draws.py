@@ -1,0 +1,31 @@
+"""Draws of rows whose filters keep few tokens, on the CPU: no scores are made for the others."""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.device.staging import RoundNumbers
+from engine.sampling.adjustments import take
+from engine.sampling.candidates import NO_TOKENS, CutRows
+from engine.sampling.filters import Filters, cut_without_sorting, truncated_rows
+from engine.sampling.noise import GumbelRace, are_finite
+
+
+def draw_kept(
+    logits: Tensor, filters: Filters, race: GumbelRace, runners: Seq[int], numbers: RoundNumbers
+) -> tuple[Tensor, Tensor]:
+    """(token ids [R], whether each one's score is finite), from contiguous logits [R, vocab]. runners: the number of
+    each row in the race. Rows that keep many tokens get scores."""
+    cut = cut_without_sorting(logits, filters)
+    drawn, finite = race.run_kept(cut.kept, runners), torch.ones(len(runners), dtype=torch.bool)
+    if cut.last_removed:
+        picked, last = list(cut.last_removed), list(cut.last_removed.values())
+        drawn[picked] = race.run(take(logits, picked, numbers), [runners[n] for n in picked], last)
+    if cut.left:
+        index = torch.tensor(cut.left)
+        found = CutRows(NO_TOKENS, {}, list(range(len(cut.left))))
+        scores = truncated_rows(logits[index], filters.pick(index), found)
+        drawn[index] = race.run(scores, [runners[n] for n in cut.left])
+        finite[index] = are_finite(scores, drawn[index])
+    return drawn, finite
