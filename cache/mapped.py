@@ -3,7 +3,8 @@
 The idea comes from vAttention (Prabhu et al. 2024, arXiv 2405.04437), which uses CUDA's virtual memory functions. For
 attention that multiplies matrices every sequence is a contiguous range of virtual memory, and its blocks are mapped
 into that range one after the other. Attention reads a strided view, as with slots. A shared prefix is a block that is
-mapped twice. Attention that reads blocks where they lie maps nothing, which takes some 15 µs for each block and layer.
+mapped twice. Attention that reads blocks where they lie needs none of this, and saves some 15 µs for each block and
+layer.
 """
 
 import ctypes
@@ -54,7 +55,8 @@ def map_count(layout: Layout, layers: int) -> int:
 class MappedStorage(Blocks):
     """A memory file [layers, blocks, block_size, …], and views of it in virtual memory [layers, slots, positions, …].
 
-    A block takes memory when it is written first. The memory is unmapped when the last tensor over it is freed.
+    A block takes memory when it is first written or mapped. The memory is unmapped when the last tensor over it is
+    freed.
     """
 
     def __init__(self, cache: PagedCache, slots: int, max_len: int, shape: KVShape) -> None:

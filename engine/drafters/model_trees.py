@@ -13,7 +13,6 @@ from engine.kernels import laws
 from engine.models.feeds import Feed
 from engine.models.runner import PlannedPass, Runner
 from engine.sampling.adjustments import take
-from engine.sampling.noise import are_finite
 from engine.sequence import Sequence
 from engine.trees import ROOT, Parents, chain
 
@@ -264,6 +263,5 @@ def mark_non_finite(drawn: Tensor, logits: Tensor) -> Tensor:
     The logits are the model's own: a request may exclude every token of its vocabulary, and that is no fault. Once the
     memory of a path is not finite, all later logits of the path are not either.
     """
-    if drawn.device.type != "cpu":
-        return laws.mark_non_finite(drawn, logits, NO_TOKEN)
-    return drawn.masked_fill(~are_finite(logits.float() if logits.dtype.itemsize == 2 else logits, drawn), NO_TOKEN)
+    mark = laws.mark_reference if drawn.device.type == "cpu" else laws.mark_non_finite
+    return mark(drawn, logits, NO_TOKEN)

@@ -228,25 +228,25 @@ class TargetStates:
 
     def _assign_rows(self, feeds: Seq[Feed], starts: Seq[int]) -> tuple[list[int], list[int]]:
         """(rows of the table, the rows of the pass that go there)."""
-        sources, counts, end = list[int](), list[tuple[_Held, int]](), 0
+        sources, served, end = list[int](), list[tuple[_Held, int]](), 0
         for feed, start in zip(feeds, starts, strict=True):
             begin, end = end, end + feed.committed + feed.drafts
             if self._serves(feed.sequence):
-                counts.append((self._begin(feed.sequence.handle, start), end - begin))
+                served.append((self._begin(feed.sequence.handle, start), end - begin))
                 sources += range(begin, end)
         if len(sources) > len(self._free):
-            return self._assign_fewer_rows(counts, sources)
+            return self._assign_fewer_rows(served, sources)
         rows, first = self._take_free(len(sources)), 0
-        for held, count in counts:
+        for held, count in served:
             held.rows += rows[first : first + count]
             first += count
         return rows, sources
 
-    def _assign_fewer_rows(self, counts: Seq[tuple[_Held, int]], sources: Seq[int]) -> tuple[list[int], list[int]]:
+    def _assign_fewer_rows(self, served: Seq[tuple[_Held, int]], sources: Seq[int]) -> tuple[list[int], list[int]]:
         """As _assign_rows, where old states must go. A row that a later sequence took from an earlier one is the later
         one's."""
         found, end = dict[int, int](), 0
-        for held, count in counts:
+        for held, count in served:
             end += count
             taken = self._append(held, count)
             found.update(zip(taken, sources[end - len(taken) : end], strict=True))

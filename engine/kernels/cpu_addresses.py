@@ -30,13 +30,15 @@ def moved(_context: Any, given: Any, addresses: Any, row: Any) -> Any:
         at, place = row_of(context, builder, addresses, table, number), count()
 
         def move(kind: Any, value: Any) -> Any:
-            if isinstance(kind, (types.Tuple, types.UniTuple, types.NamedTuple)):
+            is_tuple = isinstance(kind, types.BaseTuple)
+            if is_tuple:
                 parts = cgutils.unpack_tuple(builder, value)
                 return context.make_tuple(
-                    builder, kind, [move(of, part) for of, part in zip(kind.types, parts, strict=True)]
+                    builder, kind, [move(of, part) for of, part in zip(kind, parts, strict=True)]
                 )
-            if not isinstance(kind, types.Array):
+            if isinstance(kind, (types.Number, types.Boolean)):
                 return value
+            assert isinstance(kind, types.Array), f"a layer has arrays and numbers, not {kind}"
             array = context.make_array(kind)(context, builder, value)
             array.data = builder.inttoptr(builder.load(at(index(next(place)))), array.data.type)
             array.meminfo, array.parent = (cgutils.get_null_value(of.type) for of in (array.meminfo, array.parent))

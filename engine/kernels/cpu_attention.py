@@ -57,15 +57,14 @@ def soften(
     """
     first, last, path, base = row
     begin, end = max(first - start, 0), min(last + 1 - start, count)
+    if cap > 0:
+        for i in range(count):
+            scores[lane, i] = cap * math.tanh(scores[lane, i] / cap)
     if path != 0 and start + count > base:
         begin, end = 0, count
         for i in range(count):
             if not sees(start + i, first, last, path, base):
                 scores[lane, i] = NOTHING
-    if cap > 0:
-        for i in range(begin, end):
-            if scores[lane, i] > NOTHING:
-                scores[lane, i] = cap * math.tanh(scores[lane, i] / cap)
     return weigh(scores, lane, begin, end, top)
 
 

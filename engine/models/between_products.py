@@ -19,9 +19,10 @@ from engine.models.compiled_layers import CompiledLayers, products_of
 from engine.models.compiled_products import LEAST_CHANNELS, compiled_product
 from engine.models.cpu_attention import BlockReader
 from engine.models.decoder import Decoder
-from engine.models.layer import Layer
+from engine.models.layer import Layer, no_norm
 from engine.models.linear import BUCKETS, LayerGain
 from engine.models.mlp import GatedMLP
+from engine.models.rope import row_rotations
 from engine.models.spans import Span
 from engine.profiling.quartile import lower_quartile
 
@@ -94,11 +95,12 @@ def _seconds_between(decoder: Decoder, rows: int) -> float:
     alone = replace(decoder, layers=(layer,), few_rows=None)
     x = torch.ones(rows, config.hidden_size, dtype=dtype)
     product, inputs = compiled_product(torch.ones(LEAST_CHANNELS, 1, dtype=dtype), None), layer.before_attention(x)
+    rotations = [row_rotations(table, attention.positions, config.head_sizes) for table in alone.rotations]
     passing, seconds = torch.ones(PASSING_NUMBERS), list[float]()
     for run in range(1 + RUNS):
         passing.sum()  # weights pass through the caches in service
         began = perf_counter()
-        alone.add_layers(x, attention, inputs=inputs)
+        alone.add_layer(0, x, inputs, rotations, attention, no_norm)
         for _ in range(PRODUCTS):
             product(x[:, :1])
         if run:

@@ -102,7 +102,7 @@ class CompiledLayers:
 
         def computed(layer: int) -> None:
             if watched is not None and layer in watching:
-                watched.keep(layer, torch.from_numpy(arrays[2]))
+                watched.keep(layer, torch.from_numpy(arrays[2]).to(x.dtype))
 
         self._compute(calls, self._room(x.shape[0]), computed, reader.read_bytes(group))
         self._kernel.join(arrays[0], arrays[1], self._last_norm, self._factor, arrays[0])

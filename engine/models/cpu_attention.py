@@ -1,6 +1,6 @@
 """Attention of short spans on a CPU, which reads keys and values where they lie (engine/kernels/cpu_attention.py).
 
-It serves every storage: in slotted and mapped memory a slot is one block. Nothing is copied, padded or masked, and a
+It serves every storage: in slotted memory a slot is one block. Nothing is copied, padded or masked, and a
 sequence's keys are read once for all its rows. Long spans multiply matrices, which torch's fused attention does better;
 engine/models/attention.py has both.
 """

@@ -203,9 +203,9 @@ class Decoder:
         for index, following in enumerate([*norms[1:], no_norm]):
             if watched is not None:
                 watched.keep(index, x)
-            inputs = self._add_layer(index, x, inputs, rotations, attention, following)
+            inputs = self.add_layer(index, x, inputs, rotations, attention, following)
 
-    def _add_layer(
+    def add_layer(
         self,
         index: int,
         x: Tensor,

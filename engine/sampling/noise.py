@@ -155,9 +155,8 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def are_finite(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Bool, as tokens [R] or [R, n]: whether the scores [R, vocab] of each row's tokens are finite. On the CPU."""
-    rows = np.arange(len(tokens)) if tokens.dim() == 1 else np.arange(len(tokens))[:, None]
-    return torch.from_numpy(np.isfinite(scores.numpy()[rows, tokens.numpy()]))
+    """[R] bool: whether each row's score [R, vocab] of its token [R] is finite. On the CPU."""
+    return torch.from_numpy(np.isfinite(scores.numpy()[np.arange(len(tokens)), tokens.numpy()]))
 
 
 def _row_keys(keys: Tensor, positions: Tensor) -> Tensor:

@@ -222,10 +222,10 @@ def test_threads_share_a_layer(kind: str, checkpoint: Callable[[str], str], monk
 def test_nobody_waits_for_a_thread_that_fails(
     failing: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, real = make(checkpoint("llama"), *KINDS["float32"]), cpu_layers.add_layers
+    decoder, real = make(checkpoint("gemma2"), *KINDS["float32"]), cpu_layers.add_layers
 
     def add_layers(*given: Any) -> None:
-        if given[-2] == failing:
+        if given[-2] == failing and given[-3][1] > 0:  # in a later run, when the parts have met
             raise MemoryError("there is no room")
         real(*given)
 
@@ -242,8 +242,13 @@ def test_nobody_waits_for_a_thread_that_fails(
 # --- where they are used ---------------------------------------------------------------------------------------------
 
 
-def test_watched_states_are_those_that_enter_a_layer(checkpoint: Callable[[str], str]) -> None:
-    decoder, tables = load_alone(checkpoint("gemma2")), list[Tensor]()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_watched_states_are_those_that_enter_a_layer(
+    name: str, dtype: torch.dtype, checkpoint: Callable[[str], str]
+) -> None:
+    """All layers of llama would be one call."""
+    decoder, tables = load_alone(checkpoint(name), dtype), list[Tensor]()
     for model in (all_compiled(decoder), replace(decoder, few_rows=None)):
         runner = Runner(model, kv_layout(1, LENGTH), CPU)
         watched = WatchedStates((0, 2, model.config.num_layers))
@@ -253,8 +258,9 @@ def test_watched_states_are_those_that_enter_a_layer(checkpoint: Callable[[str],
             planned = runner.prepare([Feed(make_sequence(0, TEXTS[0]), 6)])
             model.forward(torch.tensor(TEXTS[0][:6]), runner._attention(planned), watched)
         assert watched.table is not None
-        tables.append(watched.table)
-    assert torch.allclose(tables[0], tables[1], atol=1e-9)
+        assert watched.table.dtype is dtype
+        tables.append(watched.table.double())
+    assert torch.allclose(tables[0], tables[1], atol=1e-9 if dtype is torch.float64 else 0.1, rtol=0.05)
 
 
 def test_a_head_with_inputs_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
