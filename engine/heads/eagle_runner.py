@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence as Seq
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -176,16 +176,15 @@ class HeadRunner(Runner):
         computed in the order in which they were prepared."""
         planned = super().prepare(feeds, ahead)
         if feeds and feeds[0].drafts:
-            return replace(planned, state_rows=self._put(self._parents_of(feeds)))
+            return planned._replace(state_rows=self._put(self._parents_of(feeds)))
         rows: list[int] = []
         for feed in feeds:
             first = self.next_position(feed.sequence)
             rows += self.states.row_numbers(feed.sequence.handle, first, first + feed.committed)
         ends = [end - 1 for end in accumulate(feed.committed for feed in feeds)]
         self._tree_rows, self._chain_rows = _Rows(planned.handles), _Rows(planned.handles)
-        return replace(
-            planned, state_rows=self._put(rows), last_rows=self._put(ends if len(ends) < len(rows) else None)
-        )
+        last_rows = self._put(ends if len(ends) < len(rows) else None)
+        return planned._replace(state_rows=self._put(rows), last_rows=last_rows)
 
     def compute(self, planned: PlannedPass, drafts: Tensor | None = None) -> Tensor:
         feeds = planned.feeds
@@ -210,7 +209,7 @@ class HeadRunner(Runner):
         handles = [sequence.handle for sequence in sequences]
         rows = self._chain_rows.find([(handle, ROOT) for handle in handles])
         self._chain_rows = _Rows(handles)
-        return replace(super().prepare_step(sequences, ahead), state_rows=self._put(rows))
+        return super().prepare_step(sequences, ahead)._replace(state_rows=self._put(rows))
 
     def step(self, sequences: Seq[Sequence], tokens: Tensor, planned: PlannedPass | None = None) -> Tensor:
         planned = self.prepare_step(sequences) if planned is None else planned

@@ -33,9 +33,7 @@ def moved(_context: Any, given: Any, addresses: Any, row: Any) -> Any:
             is_tuple = isinstance(kind, types.BaseTuple)
             if is_tuple:
                 parts = cgutils.unpack_tuple(builder, value)
-                return context.make_tuple(
-                    builder, kind, [move(of, part) for of, part in zip(kind, parts, strict=True)]
-                )
+                return context.make_tuple(builder, kind, [move(of, part) for of, part in zip(kind, parts, strict=True)])
             if isinstance(kind, (types.Number, types.Boolean)):
                 return value
             assert isinstance(kind, types.Array), f"a layer has arrays and numbers, not {kind}"

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 
 from cache.layout import Layout
+from engine import IDLE_WORKERS_SPIN
 from engine.config import ConfigError, EngineConfig
 from engine.device.captured_laws import law_dtype
 from engine.device.graphs import graph_room
@@ -96,6 +97,8 @@ def load_models(config: EngineConfig) -> LoadedModels:
     """Load what the configuration names. Raises ConfigError naming both sides of any conflict."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if IDLE_WORKERS_SPIN and torch.get_num_threads() > 1 and config.device != "cuda":
+        log.warning("torch was imported before engine, so its idle threads keep CPUs busy: import engine first")
     keep_freed_memory()
     limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)

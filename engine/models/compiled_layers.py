@@ -128,7 +128,7 @@ class CompiledLayers:
                 numbers[0, self._kernel.ENDED] = 1
                 raise
 
-        try:
+        try:  # threads meet six times in a layer, so what a layer reads must be worth them
             together(compute, max(self._read_bytes, seen_bytes))
         except BaseException:
             numbers[0, self._kernel.ENDED] = 1  # a thread may not have started at all

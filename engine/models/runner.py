@@ -4,8 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +32,7 @@ T = TypeVar("T")
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedPass:
+class PlannedPass(NamedTuple):
     """A pass that can be computed: what the host knows of it is on its way to the device."""
 
     feeds: tuple[Feed, ...]

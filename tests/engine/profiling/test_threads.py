@@ -113,3 +113,33 @@ def test_idle_workers_sleep_unless_the_operator_says_otherwise(given: dict[str, 
     usual = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP", "OMP"))}
     done = subprocess.run([sys.executable, "-c", code], env=usual | given, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == spins
+
+
+@pytest.mark.parametrize(
+    ("order", "given", "spin"),
+    [
+        ("engine, torch", {}, False),
+        ("torch, engine", {}, True),
+        ("benchmarks.decode, engine", {}, False),
+        ("torch, engine", {"GOMP_SPINCOUNT": "7"}, False),
+    ],
+)
+def test_idle_workers_spin_where_torch_comes_first(order: str, given: dict[str, str], spin: bool) -> None:
+    code = f"import {order}; import engine; print(engine.IDLE_WORKERS_SPIN)"
+    usual = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP", "OMP"))}
+    done = subprocess.run([sys.executable, "-c", code], env=usual | given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(spin)
+
+
+@pytest.mark.parametrize(("spins", "threads", "warned"), [(True, 2, True), (True, 1, False), (False, 2, False)])
+def test_the_start_tells_of_workers_that_spin(
+    spins: bool,
+    threads: int,
+    warned: bool,
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(load, "IDLE_WORKERS_SPIN", spins)
+    load.load_models(EngineConfig(target=pair.target, device="cpu", threads=threads))
+    assert ("import engine first" in caplog.text) == warned
