@@ -12,12 +12,9 @@ from typing import Any
 import torch
 
 from engine.models.linear import BUCKETS, FORMS, TIMED_ROWS, ProductForm
-from engine.profiling.kept_files import UNUSABLE, replace_file
+from engine.profiling.kept_files import UNUSABLE, code_digest, replace_file
 
 log = logging.getLogger(__name__)
-
-
-METHOD = 3  # how times are taken; another number discards what earlier versions kept
 
 
 class TimesFile:
@@ -34,7 +31,7 @@ class TimesFile:
             "dtype": str(dtype).removeprefix("torch."),
             "model_mib_below": 2 ** (model_bytes >> 20).bit_length(),
             "rows": list(TIMED_ROWS),
-            "method": METHOD,
+            "code": code_digest(),
         }
         name = hashlib.sha256(json.dumps(self._about).encode()).hexdigest()[:16]
         self.path = folder / f"products-{name}.json"

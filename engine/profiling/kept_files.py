@@ -1,7 +1,9 @@
 """Files that are kept from one start to the next, below the user's cache folder."""
 
+import hashlib
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 
 # What a broken file may raise. A number of hundreds of digits overflows, and deep nesting exceeds the recursion limit.
@@ -18,6 +20,16 @@ def cache_folder() -> Path:
     except RuntimeError:  # neither HOME nor an entry for the user, as in some containers
         folder = Path(os.devnull)
     return folder / "foretoken"
+
+
+@cache
+def code_digest(root: Path = Path(__file__).parents[2]) -> str:
+    """Another one for any change of the code that is measured: what was kept before does not hold for it."""
+    digest = hashlib.sha256()
+    for package in ("cache", "engine"):
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from engine.models.product_times import cpu_model
 from engine.models.runner import Runner
-from engine.profiling.kept_files import UNUSABLE, cache_folder, replace_file
+from engine.profiling.kept_files import UNUSABLE, cache_folder, code_digest, replace_file
 from policies.observation import Timing
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class ProfileFile:
         self._about = {
             "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
             "torch": torch.__version__,
+            "code": code_digest(),
             "threads": torch.get_num_threads(),
             # The number of blocks follows the free memory of a start. No round takes longer for it.
             "models": [
