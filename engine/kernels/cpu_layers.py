@@ -199,20 +199,41 @@ def shrink(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     product(room[3], layer[8], first, last, states[1])
 
 
+@compiled_exactly
+def keep(joined: Any, layer: int, watched: Any) -> None:
+    """Copy what entered a layer. watched: (the layers [n], table [N, n · hidden])."""
+    layers, table = watched
+    width = joined.shape[1]
+    for place in range(len(layers)):
+        if layers[place] == layer:
+            for row in range(joined.shape[0]):
+                for i in range(width):
+                    table[row, place * width + i] = joined[row, i]
+
+
 @compiled
 def add_layers(
-    states: Any, given: Any, addresses: Any, inputs: Any, memory: Any, room: Any, meeting: Any, part: int, parts: int
+    states: Any,
+    given: Any,
+    addresses: Any,
+    inputs: Any,
+    memory: Any,
+    watched: Any,
+    room: Any,
+    meeting: Any,
+    part: int,
+    parts: int,
 ) -> None:
-    """A run of layers. x is then the sum that entered the last one's second norm, `joined` the one that entered its
-    first.
+    """A run of layers. x is then the sum that entered the last one's second norm.
 
     given: the first layer; addresses: (of the arrays of each layer, of its pool), as `moved` has them. inputs: of the
-    first layer. memory: (pool, places, seen); seen: (tables, first_rows, rows), as `attend` has them. meeting: (where
-    the parts meet, how often they have met before).
+    first layer. memory: (pool, places, seen); seen: (tables, first_rows, rows), as `attend` has them. watched: as in
+    `keep`. meeting: (where the parts meet, how often they have met before).
     """
     numbers, met = meeting
     pool, places, seen = memory
     tables, first_rows, rows = seen
+    first = met // STAGES  # of the run, among the pass's layers
     for n in range(len(addresses[0])):
         layer, blocks = moved(given, addresses[0], n), moved(pool, addresses[1], n)
         scale, cap, sinks = layer[10]
@@ -220,6 +241,7 @@ def add_layers(
         meet(numbers, met + 1, parts)
         if part == 0:
             place(layer, blocks, places, room)
+            keep(states[2], first + n, watched)
         meet(numbers, met + 2, parts)
         attend(room[1], blocks, tables, first_rows, rows, scale, cap, sinks, room[2], part, parts)
         meet(numbers, met + 3, parts)

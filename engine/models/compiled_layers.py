@@ -1,6 +1,5 @@
 """A decoder's layers for passes of few rows on a CPU, compiled for it (engine/kernels/cpu_layers.py)."""
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -59,7 +58,6 @@ class CompiledLayers:
         self._turns = [torch.view_as_real(table).flatten(1).numpy() for table in rotations]
         self._number = torch.empty(0, dtype=self._wide).numpy().dtype
         self._nothing = np.empty((0, 0), self._number)
-        self._runs: dict[tuple[int, ...], list[LayerRun]] = {}  # by the layers that are watched
 
     @classmethod
     def of(cls, layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor], dtype: torch.dtype) -> Self | None:
@@ -94,26 +92,22 @@ class CompiledLayers:
         arrays = states.numpy(), np.zeros(states.shape, self._number), np.empty(states.shape, self._number)
         given = self._nothing if inputs is None else inputs.to(self._wide).contiguous().numpy()
         positions, rows = attention.positions.numpy(), attention.plan.cache_rows.numpy()
-        watching, calls = () if watched is None else watched.layers, []
-        for run in self._runs_between(watching):
+        layers = np.array([] if watched is None else watched.layers, np.int64)
+        table = np.empty((len(rows), len(layers) * x.shape[1]), self._number)
+        calls = []
+        for run in self._runs:
             first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
             memory = reader.blocks(first), (run.turns, positions, rows), reader.seen(group, run.window)
-            calls.append((arrays, run.given, addresses, self._nothing if first else given, memory))
-
-        def computed(layer: int) -> None:
-            if watched is not None and layer in watching:
-                watched.keep(layer, torch.from_numpy(arrays[2]).to(x.dtype))
-
-        self._compute(calls, self._room(x.shape[0]), computed, reader.read_bytes(group))
+            calls.append((arrays, run.given, addresses, self._nothing if first else given, memory, (layers, table)))
+        self._compute(calls, self._room(x.shape[0]), reader.read_bytes(group))
         self._kernel.join(arrays[0], arrays[1], self._last_norm, self._factor, arrays[0])
         if states is not x:
             x.copy_(states)
+        if watched is not None and len(layers):
+            watched.take(torch.from_numpy(table).to(x.dtype))
 
-    def _compute(
-        self, calls: Seq[tuple[Any, ...]], room: tuple[Any, ...], computed: Callable[[int], None], seen_bytes: int
-    ) -> None:
-        """computed: is told the number of a run's last layer while `joined` holds what entered it. seen_bytes: of a
-        layer's keys and values."""
+    def _compute(self, calls: Seq[tuple[Any, ...]], room: tuple[Any, ...], seen_bytes: int) -> None:
+        """seen_bytes: of a layer's keys and values."""
         numbers = np.zeros((1, 2), np.int64)
 
         def compute(part: int, parts: int) -> None:
@@ -122,8 +116,6 @@ class CompiledLayers:
                 for call in calls:
                     self._kernel.add_layers(*call, room, (numbers, self._kernel.STAGES * layers), part, parts)
                     layers += len(call[2][0])
-                    if part == 0:
-                        computed(layers - 1)
             except BaseException:
                 numbers[0, self._kernel.ENDED] = 1
                 raise
@@ -134,19 +126,17 @@ class CompiledLayers:
             numbers[0, self._kernel.ENDED] = 1  # a thread may not have started at all
             raise
 
-    def _runs_between(self, watched: tuple[int, ...]) -> list[LayerRun]:
-        """A run also ends with a layer that is watched."""
-        if watched not in self._runs:
-            last, runs, known = object(), list[tuple[int, int]](), self._known
-            for index in range(len(known)):
-                kind = _kind(known[index]), self._layers[index].rope, self._layers[index].scoring.window
-                if kind == last and index - 1 not in watched:
-                    runs[-1] = runs[-1][0], index + 1
-                else:
-                    runs.append((index, index + 1))
-                last = kind
-            self._runs[watched] = [self._run(*ends) for ends in runs]
-        return self._runs[watched]
+    @cached_property
+    def _runs(self) -> list[LayerRun]:
+        last, runs, known = object(), list[tuple[int, int]](), self._known
+        for index in range(len(known)):
+            kind = _kind(known[index]), self._layers[index].rope, self._layers[index].scoring.window
+            if kind == last:
+                runs[-1] = runs[-1][0], index + 1
+            else:
+                runs.append((index, index + 1))
+            last = kind
+        return [self._run(*ends) for ends in runs]
 
     def _run(self, first: int, end: int) -> LayerRun:
         layer, known = self._layers[first], self._known

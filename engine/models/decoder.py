@@ -132,6 +132,11 @@ class WatchedStates:
             log.exception("the states of a pass could not be kept; heads draft nothing from it")
             self.table, self.layers, self._columns = None, (), ()
 
+    def take(self, table: Tensor) -> None:
+        """Take the copies of a whole pass, [N, len(layers) · hidden]. Those behind the final norm come by keep()."""
+        self.table = table
+        self._columns = table.split_with_sizes((table.shape[1] // len(self.layers),) * len(self.layers), 1)
+
     def _copy(self, layer: int, states: Tensor) -> None:
         if self.table is None:
             rows, width = states.shape
