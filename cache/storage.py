@@ -67,7 +67,7 @@ class Storage(Protocol):
         ...
 
     def table(self, slot: int) -> Sequence[int]:
-        """The numbers of a prepared slot's blocks in `blocks`, in the order of its positions. Read only.
+        """The numbers of a slot's blocks in `blocks`, in the order of its positions. Read only.
 
         A block that the sequence's window has left may have any number.
         """
@@ -81,22 +81,22 @@ class Storage(Protocol):
         """Copy the rows of these numbers to the rows `targets`, in all layers. A row may be both source and target."""
         ...
 
-    def prepare(self, handles: Sequence[int]) -> None:
-        """Bring the memory of these sequences in line with the cache's bookkeeping.
+    def prepare(self) -> None:
+        """Bring the memory in line with the cache's bookkeeping.
 
         Call it before every pass: after the cache's `reserve`, before `row_numbers` and `view`.
         """
         ...
 
     def row_numbers(self, slot: int, start: int, end: int) -> Iterable[int]:
-        """Return the row numbers of positions start … end − 1 of a prepared slot."""
+        """Return the row numbers of positions start … end − 1 of a slot."""
         ...
 
     def view(self, first_slot: int, slots: int, length: int) -> KVView:
         """Return a view of the first `length` positions of neighbouring slots.
 
-        Positions without memory read as zeros in a prepared slot. An unprepared slot may read anything. Raises OSError;
-        then the call may be repeated.
+        Positions without memory read as zeros in a slot that a sequence holds. A free slot may read anything. Raises
+        OSError; then the call may be repeated.
         """
         ...
 
@@ -178,7 +178,7 @@ class SlottedStorage(RowMemory):
     def view(self, first_slot: int, slots: int, length: int) -> KVView:
         return self._views.view(first_slot, slots, length)
 
-    def prepare(self, handles: Sequence[int]) -> None:
+    def prepare(self) -> None:
         pass
 
     def clear(self, handle: int, start: int = 0) -> None:
@@ -218,7 +218,7 @@ class Blocks(RowMemory):
         self._cache = cache
         self._kv_heads = kv_heads
 
-    def prepare(self, handles: Sequence[int]) -> None:
+    def prepare(self) -> None:
         self.copy_shared_blocks()
 
     def row_numbers(self, slot: int, start: int, end: int) -> list[int]:

@@ -142,7 +142,7 @@ class CapturedVerdict:
         self._counts = {s.handle: 1 + k for s, k in zip(batch.sequences, ks, strict=True)}
         for handle, count in self._counts.items():
             cache.reserve(handle, count)
-        storage.prepare(list(self._counts))
+        storage.prepare()
         self._wants_logits = any(s.params.logprobs is not None for s in batch.sequences)
         staging.note("verdict", self._depth, self._wants_logits)
         slots = [cache.slot(handle) for handle in self._counts]

@@ -36,7 +36,7 @@ class GapPass:
         self.ids = runner.staging.ints([*self._read(batch.sequences), *[0] * (rest * self._width)])
         runner.chains.put(batch.sequences, self.gaps, len(batch.sampler.offsets))
         handles = [s.handle if k else None for s, k in zip(batch.sequences, ks, strict=True)]
-        storage.prepare([handle for handle in handles if handle is not None])
+        storage.prepare()
         # [S] of the model's memory; None: the sequence drafts nothing.
         self.slots = [*(None if handle is None else runner.cache.slot(handle) for handle in handles), *[None] * rest]
         starts = [*(0 if handle is None else runner.cache.length(handle) for handle in handles), *[0] * rest]

@@ -227,8 +227,8 @@ def add_layers(
     """A run of layers. x is then the sum that entered the last one's second norm.
 
     given: the first layer; addresses: (of the arrays of each layer, of its pool), as `moved` has them. inputs: of the
-    first layer. memory: (pool, places, seen); seen: (tables, first_rows, rows), as `attend` has them. watched: as in
-    `keep`. meeting: (where the parts meet, how often they have met before).
+    pass's first layer. memory: (pool, places, seen); seen: (tables, first_rows, rows), as `attend` has them. watched:
+    as in `keep`. meeting: (where the parts meet, how often they have met before).
     """
     numbers, met = meeting
     pool, places, seen = memory
@@ -237,7 +237,7 @@ def add_layers(
     for n in range(len(addresses[0])):
         layer, blocks = moved(given, addresses[0], n), moved(pool, addresses[1], n)
         scale, cap, sinks = layer[10]
-        project(states, layer, inputs, n == 0, room, part, parts)
+        project(states, layer, inputs, first + n == 0, room, part, parts)
         meet(numbers, met + 1, parts)
         if part == 0:
             place(layer, blocks, places, room)

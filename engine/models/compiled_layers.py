@@ -98,7 +98,7 @@ class CompiledLayers:
         for run in self._runs:
             first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
             memory = reader.blocks(first), (run.turns, positions, rows), reader.seen(group, run.window)
-            calls.append((arrays, run.given, addresses, self._nothing if first else given, memory, (layers, table)))
+            calls.append((arrays, run.given, addresses, given, memory, (layers, table)))
         self._compute(calls, self._room(x.shape[0]), reader.read_bytes(group))
         self._kernel.join(arrays[0], arrays[1], self._last_norm, self._factor, arrays[0])
         if states is not x:

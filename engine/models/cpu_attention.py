@@ -93,7 +93,7 @@ class BlockReader:
 
     @cached_property
     def addresses(self) -> Any:
-        """Of the layers' blocks, [layers, 1] int64."""
+        """Where each layer's blocks begin: addresses [layers, 1] int64."""
         return np.array([[blocks.ctypes.data] for blocks in self._layers], np.int64)
 
     def blocks(self, layer: int) -> Any:

@@ -256,7 +256,7 @@ class Runner:
             put(draft_places) if draft_rows and ragged(feeds) else None,
             None if len(logit_rows) >= len(ids) else put(logit_rows),
             put(prompt_rows) if prompt_rows else None,
-            self._plan_ahead([feed.sequence.handle for feed in feeds], spans),
+            self._plan_ahead(spans),
             ahead=None if riding is None else riding.plan(feeds, [span.start for span in spans], self.staging),
         )
 
@@ -352,7 +352,7 @@ class Runner:
         for handle, more in zip(handles, ahead or [0] * len(handles), strict=True):
             self.cache.reserve(handle, 1 + more)
             spans.append(Span.at(self.cache.slot(handle), self.cache.length(handle) + more, 1))
-        paged = self._plan_ahead(handles, spans)
+        paged = self._plan_ahead(spans)
         return PlannedPass((), handles, spans, None, None, None, None, None, paged)
 
     def _watch(self, feeds: Seq[Feed]) -> WatchedStates | None:
@@ -360,16 +360,16 @@ class Runner:
         reader = self.reader
         return WatchedStates(reader.layers) if reader is not None and reader.wants(feeds) else None
 
-    def _plan_ahead(self, handles: Seq[int], spans: Seq[Span]) -> PagedPlan | None:
+    def _plan_ahead(self, spans: Seq[Span]) -> PagedPlan | None:
         """The plan of a pass whose numbers are put on their way with it; None: `_attention` makes it."""
         if not self.attention_plans.ahead:
             return None
-        self.storage.prepare(handles)
+        self.storage.prepare()
         return self.attention_plans.plan_ahead(spans, self.staging)
 
     def _attention(self, planned: PlannedPass) -> Attention | PagedAttention:
         if planned.paged is None:
-            self.storage.prepare(planned.handles)
+            self.storage.prepare()
         return self.attention_plans.attention(planned.spans, planned.paged)
 
     def _forward(self, planned: PlannedPass, tokens: Tensor, watched: WatchedStates | None) -> tuple[Tensor, Tensor]:

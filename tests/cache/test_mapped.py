@@ -6,7 +6,6 @@ import gc
 import mmap
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def grow(cache: PagedCache, storage: MappedStorage, handle: int, count: int, val
         cache.allocate(handle)
     start = cache.length(handle)
     cache.reserve(handle, count)
-    storage.prepare([handle])
+    storage.prepare()
     places = storage.row_numbers(cache.slot(handle), start, start + count)
     for rows in storage.rows:
         rows[places] = value
@@ -46,13 +45,13 @@ def grow(cache: PagedCache, storage: MappedStorage, handle: int, count: int, val
 
 def map_slot(cache: PagedCache, storage: MappedStorage, handle: int) -> None:
     """Attention that multiplies matrices would look at the sequence."""
-    storage.prepare([handle])
+    storage.prepare()
     storage.view(cache.slot(handle), 1, MAX_LEN)
 
 
 def keys_of(cache: PagedCache, storage: MappedStorage, handle: int, length: int = MAX_LEN) -> torch.Tensor:
     """The last layer's keys [length, head_dim] of this sequence."""
-    storage.prepare([handle])
+    storage.prepare()
     return storage.view(cache.slot(handle), 1, length)[1][0][0, 0]
 
 
@@ -150,9 +149,9 @@ def test_a_copy_that_is_due_comes_before_what_is_read_or_cleared(monkeypatch: py
     assert cleared[:2].all()
 
 
-def _settles_itself(storage: MappedStorage, handles: Sequence[int], real: Any = MappedStorage.prepare) -> None:
+def _settles_itself(storage: MappedStorage, real: Any = MappedStorage.prepare) -> None:
     Blocks.copy_shared_blocks(storage)
-    real(storage, handles)
+    real(storage)
 
 
 def test_an_unchanged_table_is_not_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:

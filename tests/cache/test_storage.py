@@ -67,7 +67,7 @@ class Machine(RuleBasedStateMachine):
         if self.cache.room(handle) < len(more):
             return
         self.cache.reserve(handle, len(more))
-        self.storage.prepare([handle])
+        self.storage.prepare()
         places = torch.tensor(list(self.storage.row_numbers(self.cache.slot(handle), start, start + len(more))))
         tokens = self.tokens[handle] + more
         for layer, rows in enumerate(self.storage.rows):
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
         if self.cache.room(handle) < count:
             return
         self.cache.reserve(handle, count)
-        self.storage.prepare([handle])
+        self.storage.prepare()
         start = len(tokens)
         places = list(self.storage.row_numbers(self.cache.slot(handle), start, start + count))
         paths: list[list[int]] = []
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         self.tokens.pop(handle, None)
 
     def check(self, handles: Sequence[int]) -> None:
-        self.storage.prepare(handles)
+        self.storage.prepare()
         whole = self.storage.view(0, SLOTS, MAX_LEN)
         for handle in handles:
             slot, tokens, left = self.cache.slot(handle), self.tokens[handle], self.left(handle)
@@ -340,7 +340,7 @@ def filled(layout: Layout, kind: type[Storage]) -> tuple[KVCache, Storage, list[
         cache.allocate(handle)
         cache.reserve(handle, 390)
         cache.extend(handle, 390)
-    storage.prepare([0, 1])
+    storage.prepare()
     return cache, storage, list(storage.row_numbers(cache.slot(1), 0, 390))
 
 
@@ -421,7 +421,7 @@ def test_copies_that_failed_are_made_when_the_pass_is_tried_again(block: int, nu
     for parent, child in ((0, 3), (1, 4), (2, 5)):
         cache.allocate(parent)
         cache.reserve(parent, 2)
-        storage.prepare([parent])
+        storage.prepare()
         for layer in storage.rows:
             layer[list(storage.row_numbers(cache.slot(parent), 0, 2))] = parent + 1.0
         cache.extend(parent, 2)
@@ -434,8 +434,8 @@ def test_copies_that_failed_are_made_when_the_pass_is_tried_again(block: int, nu
         cache.reserve(parent, 1)
     assert cache.table(1) == [source]
     with Fails(number), pytest.raises(torch.OutOfMemoryError):
-        storage.prepare([0, 1, 2])
-    storage.prepare([0, 1, 2])
+        storage.prepare()
+    storage.prepare()
     for handle in range(3):
         for n in range(SHAPE.num_layers):
             assert (storage.read(n, handle, 2)[0] == handle + 1).all()

@@ -87,7 +87,7 @@ class Checker:
             assert length <= most, f"{name}: {length} cached of {most + 1} tokens"
             if name == "target" and sequence.num_output and not sequence.record.preemptions:
                 assert length == len(sequence.tokens) - 1
-            runner.storage.prepare([sequence.handle])
+            runner.storage.prepare()
             left = _left_behind(runner, sequence.handle)
             window = runner.storage.view(runner.cache.slot(sequence.handle), 1, length)
             for layer in range(runner.decoder.config.num_layers):

@@ -411,7 +411,7 @@ def poison(engine: Engine, name: str) -> Callable[[], None]:
             if sequence.request_id == name and sequence.num_output >= 5 and not done:
                 done.append(slot := cache.slot(sequence.handle))
                 held = len(cache.table(sequence.handle)) * cache.block_size if isinstance(cache, PagedCache) else 96
-                storage.prepare([sequence.handle])
+                storage.prepare()
                 for rows in storage.rows:
                     rows[list(storage.row_numbers(slot, 0, held))] = torch.nan
 

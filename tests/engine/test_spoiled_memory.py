@@ -66,7 +66,7 @@ def poison(runner: Runner, handle: int) -> None:
     """All that the sequence holds becomes NaN."""
     cache = runner.cache
     held = len(cache.table(handle)) * cache.block_size if isinstance(cache, PagedCache) else cache.max_len
-    runner.storage.prepare([handle])
+    runner.storage.prepare()
     for rows in runner.storage.rows:
         rows[list(runner.storage.row_numbers(cache.slot(handle), 0, held))] = torch.nan
 

@@ -202,7 +202,7 @@ def test_storages_show_their_blocks(layout: Layout, kind: type) -> None:
     for handle in (7, 8):
         cache.allocate(handle)
         cache.reserve(handle, 90)
-        storage.prepare([handle])
+        storage.prepare()
         slot = cache.slot(handle)
         for layer in range(2):
             for place, row in enumerate(storage.row_numbers(slot, 0, 90)):

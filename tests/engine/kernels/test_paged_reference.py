@@ -94,7 +94,7 @@ def stored(spans: Sequence[Span]) -> tuple[Case, GatheredStorage, Tensor]:
         cache.allocate(handle)
         cache.reserve(handle, span.end)
         assert cache.slot(handle) == span.slot
-    storage.prepare(range(len(spans)))
+    storage.prepare()
     torch.manual_seed(0)
     storage.pool[0].normal_()
     tables = [list(cache.table(handle)) for handle in range(len(spans))]

@@ -96,7 +96,7 @@ class Forest:
         cache, storage = self.runner.cache, self.runner.storage
         cache.audit({s.handle for s in self.sequences})
         held = [s for s in self.sequences if cache.holds(s.handle) and cache.length(s.handle)]
-        storage.prepare([s.handle for s in held])
+        storage.prepare()
         for sequence in held:
             length = self.length(sequence.handle)
             self.prefill(sequence.tokens[:length])

@@ -59,7 +59,7 @@ class Reader:
         config, cache = self.runner.decoder.config, self.runner.cache
         for slot, count in counts.items():
             cache.reserve(slot, count)
-        self.runner.storage.prepare(list(counts))
+        self.runner.storage.prepare()
         return plan_attention(
             [Span.at(slot, cache.length(slot), count) for slot, count in counts.items()],
             self.runner.storage,

@@ -40,7 +40,7 @@ def test_a_pass_stores_each_row_at_its_position(kind: str, start: int, count: in
     else:
         cache.allocate(1)
         cache.reserve(1, 12)
-    storage.prepare([1])
+    storage.prepare()
     spans = [Span.at(cache.slot(1), start, count)]
     plan = plan_attention(
         spans, storage, num_heads=HEADS, num_kv_heads=1, dtype=torch.float64, device=torch.device("cpu")

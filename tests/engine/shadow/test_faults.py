@@ -72,8 +72,8 @@ def a_mix_in_gathering(patch: Patch) -> None:
     """Attention gets the cache's rows in the host's memory."""
     prepare = GatheredStorage.prepare
 
-    def preparing(storage: GatheredStorage, handles: Seq[int]) -> None:
-        prepare(storage, handles)
+    def preparing(storage: GatheredStorage) -> None:
+        prepare(storage)
         storage.rows = tuple(rows.cpu() for rows in storage.rows)
 
     patch.setattr(GatheredStorage, "prepare", preparing)
