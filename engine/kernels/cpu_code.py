@@ -53,6 +53,7 @@ compiled_exactly: Any = njit(nogil=True, cache=True, fastmath={"contract"}, erro
 # for its last addition, and memory is read faster in several places at once.
 TILES = (4, 4, 4, 4, 4, 4) if "avx512f" in features() else (4, 2, 2)
 LANES, CHANNELS = len(TILES), max(TILES)
+HAS_PAIRS = "avx512bf16" in features()  # whether the CPU multiplies bfloat16 numbers
 
 
 def index(number: int) -> Any:
@@ -192,6 +193,31 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     kind = a.type
     name = f"llvm.fma.v{kind.count}{'f64' if isinstance(kind.element, ir.DoubleType) else 'f32'}"
     return builder.call(declared(builder, name, kind, [kind] * 3), [a, b, c])
+
+
+class _BFloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+def load_pairs(builder: Any, address: Any, _stored: Any, count: int) -> Any:
+    """Load `count` neighbouring bfloat16 numbers as they are."""
+    return load_as(builder, address, _BFloat16(), count, 2)
+
+
+def add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a · b + c for bfloat16 numbers a and b: each number of c, fp32, gets the products of two neighbours. Numbers too
+    small for fp32's exponent become 0."""
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{c.type.count * 32}"
+    return builder.call(declared(builder, name, c.type, [c.type, a.type, b.type]), [c, a, b])
 
 
 def declared(builder: Any, name: str, returned: Any, given: list[Any]) -> Any:

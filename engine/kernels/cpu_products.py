@@ -7,10 +7,12 @@ Libraries lay weights out for many rows, and read them for one at half of the me
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
-from engine.kernels.cpu_code import CHANNELS, LANES, compiled_exactly
+from engine.kernels.cpu_code import CHANNELS, HAS_PAIRS, LANES, compiled_exactly
 from engine.kernels.cpu_integers import ACTIVATION, OFFSET, add_up
-from engine.kernels.cpu_vectors import multiply_tile
+from engine.kernels.cpu_vectors import multiply_tile, store_row
 
 LEAST_STEP = np.float32(1e-30)  # of a row of zeros, as in quantize.py
 PER_LARGEST = np.float32(1 / 127)
@@ -25,6 +27,25 @@ def bounds(channels: int, part: int, parts: int) -> tuple[int, int]:
     return tiles * part // parts * CHANNELS, channels if part + 1 == parts else tiles * (part + 1) // parts * CHANNELS
 
 
+def as_multiplied(x: Any, weight: Any) -> Any:
+    """x as `multiply_tile` takes it: rounded to bfloat16 beside such weights where the CPU multiplies these."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(as_multiplied, strict=False)
+def _as_multiplied(x: Any, weight: Any) -> Any:
+    if weight.dtype != types.uint16 or not HAS_PAIRS:
+        return lambda x, weight: x
+
+    def rounded(x: Any, weight: Any) -> Any:
+        numbers = np.empty(x.shape, np.uint16)
+        for row in range(x.shape[0]):
+            store_row(x, row, 0, numbers, row)
+        return numbers
+
+    return rounded
+
+
 @compiled_exactly
 def multiply_some(x: Any, weight: Any, first: int, last: int, out: Any) -> None:
     """out [rows, channels] = x [rows, inner] · weightᵀ for the channels first … last − 1.
@@ -32,7 +53,7 @@ def multiply_some(x: Any, weight: Any, first: int, last: int, out: Any) -> None:
     weight [≥ CHANNELS, inner], with integers for numbers of 16 bits; x and out are fp32 then. All rows multiply some
     channels before the next ones are read. The last ones may be computed twice, with the same result.
     """
-    channels, rows = weight.shape[0], x.shape[0]
+    channels, rows, x = weight.shape[0], x.shape[0], as_multiplied(x, weight)
     passes = (rows + LANES - 1) // LANES
     for begin in range(first, last, CHANNELS):
         for n in range(passes):

@@ -18,6 +18,7 @@ from engine.kernels.cpu_code import (
     INDEX,
     VECTOR_BYTES,
     Address,
+    add_pairs,
     ask_for,
     ask_for_rows,
     behind,
@@ -26,6 +27,7 @@ from engine.kernels.cpu_code import (
     in_tiles,
     index,
     load,
+    load_pairs,
     multiply_add,
     over_row,
     rounded,
@@ -52,27 +54,30 @@ def _emit_dots(
     by_row: list[Address],
     following: Address | None = None,
 ) -> list[Any]:
-    """For each lane the vector of its dot products with all rows.
+    """For each lane the vector of its dot products with all rows. Lanes of bfloat16 need HAS_PAIRS.
 
     kinds: Numba's types of the arrays of lanes and rows; following: the first of as many rows, which are asked for
     meanwhile.
     """
     lanes, rows = kinds
-    kind, size = sum_type(lanes), lanes.dtype.bitwidth // 8
+    kind, step = sum_type(lanes), VECTOR_BYTES // (lanes.dtype.bitwidth // 8)
+    in_pairs = lanes.dtype == types.uint16
     whole, rest = (
-        [[zero_sum(builder, kind, count) for _ in by_row] for _ in by_lane] for count in (VECTOR_BYTES // size, 1)
+        [[zero_sum(builder, kind, count) for _ in by_row] for _ in by_lane]
+        for count in (step // 2 if in_pairs else step, 1)
     )
 
     def body(x: Any, count: int) -> None:
-        values = [load(builder, row(x), rows.dtype, count) for row in by_row]
+        read, add = (load_pairs, add_pairs) if in_pairs and count > 1 else (load, multiply_add)
+        values = [read(builder, row(x), rows.dtype, count) for row in by_row]
         if following and count > 1:
             ask_for_rows(builder, following, x, (len(by_row), width), count, rows.dtype.bitwidth // 8)
         for totals, lane in zip(rest if count == 1 else whole, by_lane, strict=True):
-            read = load(builder, lane(x), lanes.dtype, count)
+            numbers = read(builder, lane(x), lanes.dtype, count)
             for total, value in zip(totals, values, strict=True):
-                builder.store(multiply_add(builder, read, value, builder.load(total)), total)
+                builder.store(add(builder, numbers, value, builder.load(total)), total)
 
-    over_row(builder, width, VECTOR_BYTES // size, body)
+    over_row(builder, width, step, body)
     ends = [[totals_of(builder, [builder.load(one) for one in totals]) for totals in part] for part in (whole, rest)]
     return [builder.fadd(most, last) for most, last in zip(*ends, strict=True)]
 

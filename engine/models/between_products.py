@@ -28,7 +28,7 @@ from engine.profiling.quartile import lower_quartile
 
 log = logging.getLogger(__name__)
 
-RUNS = 20
+RUNS, GAIN_RUNS = 20, 6  # the latter take milliseconds each
 KEYS = 64  # that attention sees, at most
 PASSING_NUMBERS = 1 << 20  # of float32: more than the cache of a core holds, mostly
 SAMPLE = (16384, 1024)  # of a weight: 64 MiB, beside which it takes no time to wake threads
@@ -52,7 +52,8 @@ def tell_gains(decoder: Decoder) -> None:
         return
     with torch.inference_mode():
         saved = [_seconds_between(decoder, rows) / PRODUCTS for rows in BUCKETS[:-1]]
-    gain = LayerGain((*saved, 0.0), _gain_of_threads(decoder.few_rows.layer_bytes))
+        threads = [_gain_of_threads(decoder.few_rows.layer_bytes, rows) for rows in BUCKETS[:-1]]
+    gain = LayerGain((*saved, 0.0), (*threads, 1.0))
     for layer in decoder.layers:
         for product in products_of(layer):
             product.layer_gain = gain
@@ -71,13 +72,14 @@ def compile_layers(decoder: Decoder) -> None:
     log.info("compiled layers are ready (%.1f s)", perf_counter() - began)
 
 
-def _gain_of_threads(layer_bytes: int) -> float:
-    """How many times as fast the threads that share a layer read weights as one does, once they are awake."""
+def _gain_of_threads(layer_bytes: int, rows: int) -> float:
+    """How many times as fast the threads that share a layer multiply so many rows as one does, once they are awake.
+    With few rows they share the speed of the memory, with many each has a core's speed."""
     if parts_of(layer_bytes) == 1:
         return 1.0
-    product, x = compiled_product(torch.ones(SAMPLE), None), torch.ones(1, SAMPLE[1])
+    product, x = compiled_product(torch.ones(SAMPLE), None), torch.ones(rows, SAMPLE[1])
     seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(RUNS):
+    for _ in range(GAIN_RUNS):
         for spent, alone in zip(seconds, (False, True), strict=True):
             began = perf_counter()
             with one_part() if alone else nullcontext():

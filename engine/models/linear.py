@@ -32,8 +32,7 @@ AS_STORED: tuple[ProductForm, ...] = ("plain", "compiled")  # forms that share o
 COMPILED: tuple[ProductForm, ...] = ("compiled", "compiled_int8")
 # Largest number of rows of each bucket. The last one holds all larger numbers too. Some kernels become twice as fast at
 # 16 rows, so 15 ends a bucket.
-BUCKETS = (1, 2, 3, 5, 9, 15, 33)
-TIMED_ROWS = (*BUCKETS[:-1], 96)  # at which they are measured: code that is fast for 33 rows may be slow for a prompt
+BUCKETS = (1, 2, 3, 5, 9, 15, 40, 96)
 FormChoice = Sequence[ProductForm]  # a form for each bucket
 
 
@@ -42,7 +41,7 @@ class LayerGain(NamedTuple):
     are not compiled layers."""
 
     saved_s: tuple[float, ...]  # seconds around each product, for each of BUCKETS
-    threads: float  # threads that share a layer make it faster by this factor
+    threads: tuple[float, ...]  # threads that share a layer make it faster by this factor, for each of BUCKETS
 
 
 class Product(Protocol):

@@ -25,7 +25,6 @@ from engine.models.linear import (
     AS_STORED,
     BUCKETS,
     COMPILED,
-    TIMED_ROWS,
     FormChoice,
     Given,
     LayerGain,
@@ -49,7 +48,7 @@ SETTLING = 6  # passes through a model until a cache holds what it can: 4 on a X
 STEADY = 1.15  # the second fastest sweep of an undisturbed measurement takes at most this many times the fastest
 PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
 SECOND_FORM_GAIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
-IMPORTANCE = (4, 1, 2, 3, 2, 1, 1)  # weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9
+IMPORTANCE = (4, 1, 2, 3, 2, 1, 1, 1)  # weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9
 
 
 class ProductShape(NamedTuple):
@@ -102,10 +101,9 @@ def choose_forms(
     began = perf_counter()
     times, source = _known_or_measured(groups, cache, timed)
     give_back_freed_memory()  # the sample's
-    costs = {shape: _costs(times[shape], members[0].layer_gain) for shape, members in groups.items()}
-    choices = {shape: best_choice(costs[shape]) for shape in groups}
+    choices = _choices(groups, times)
     if copies_bytes is not None and _copied_bytes(groups, choices) > copies_bytes:
-        choices = {shape: best_choice(costs[shape], most_forms=1) for shape in groups}
+        choices = _choices(groups, times, most_forms=1)
     copied, count = _copied_bytes(groups, choices), len(groups)
     for shape in groups:
         log.debug("products of %s: %s", shape, describe(choices[shape]))
@@ -122,26 +120,63 @@ def choose_forms(
     return copied
 
 
-def _costs(times: TimesByForm, gain: LayerGain | None) -> TimesByForm:
-    """Seconds of a product with what is done around it, which compiled layers save."""
-    if gain is None:
-        return times
-    return {
-        form: [*(s / gain.threads for s in spent[:-1]), spent[-1]]
-        if form in COMPILED
-        else [a + b for a, b in zip(spent, gain.saved_s, strict=True)]
-        for form, spent in times.items()
-    }
+def _choices(
+    groups: Mapping[ProductShape, Sequence[Linear]], times: Mapping[ProductShape, TimesByForm], most_forms: int = 2
+) -> dict[ProductShape, FormChoice]:
+    """The choice of each shape. Those of compiled layers are chosen together."""
+    gains = {s: None if set(COMPILED).isdisjoint(times[s]) else members[0].layer_gain for s, members in groups.items()}
+    choices = {shape: best_choice(times[shape], most_forms) for shape, gain in gains.items() if gain is None}
+    for gain in {gain for gain in gains.values() if gain is not None}:  # one: a model's layers are of one kind
+        counts = {shape: len(groups[shape]) for shape in groups if gains[shape] == gain}
+        choices |= best_layers({shape: times[shape] for shape in counts}, counts, gain, most_forms)
+    return choices
 
 
-def best_choice(times: TimesByForm, most_forms: int = 2) -> FormChoice:
-    """The form for each bucket. At most `most_forms` different forms are used."""
+def best_layers(
+    times: Mapping[ProductShape, TimesByForm], counts: Mapping[ProductShape, int], gain: LayerGain, most_forms: int = 2
+) -> dict[ProductShape, FormChoice]:
+    """The choice of each shape of a decoder's layers, with counts[shape] products each.
+
+    A compiled layer computes all its products, so up to some number of rows all are compiled or none. Beyond, each has
+    the forms that are best for itself.
+    """
+    (compiled,) = {form for forms in times.values() for form in forms if form in COMPILED}
+    others = {shape: {f: spent for f, spent in forms.items() if f != compiled} for shape, forms in times.items()}
+
+    def forms_up_to(end: int) -> dict[ProductShape, FormChoice]:
+        """With compiled layers for the first `end` buckets."""
+        left = most_forms - (end > 0)
+        rest = {shape: best_choice(forms, left, end) if left else () for shape, forms in others.items()}
+        return {shape: (*(compiled,) * end, *choice[end:]) for shape, choice in rest.items()}
+
+    def seconds(choices: Mapping[ProductShape, FormChoice], i: int) -> float:
+        spent = sum(counts[shape] * times[shape][choice[i]][i] for shape, choice in choices.items())
+        in_layers = all(choice[i] == compiled for choice in choices.values())
+        return spent / gain.threads[i] if in_layers else spent + gain.saved_s[i] * sum(counts.values())
+
+    ends = range(len(BUCKETS) + 1) if most_forms > 1 else (0, len(BUCKETS))
+    options = {end: forms_up_to(end) for end in ends}
+    spent = {end: [seconds(choices, i) for i in range(len(BUCKETS))] for end, choices in options.items()}
+    fastest = [min(column) for column in zip(*spent.values(), strict=True)]
+
+    def cost(end: int) -> float:
+        """As in best_choice, and more if it needs more memory."""
+        ratios = (weight * a / b for weight, a, b in zip(IMPORTANCE, spent[end], fastest, strict=True))
+        copies = max(map(_copies, options[end].values()))
+        return sum(ratios) * (SECOND_FORM_GAIN if copies > 1 else 1)
+
+    return options[min(options, key=cost)]
+
+
+def best_choice(times: TimesByForm, most_forms: int = 2, first: int = 0) -> FormChoice:
+    """The form for each bucket, of which those from `first` on count. At most `most_forms` different forms are used."""
 
     def cost(forms: tuple[ProductForm, ...]) -> float:
-        """The weighted sum over all buckets of: time with these forms over time with the fastest form."""
+        """The weighted sum over the buckets of: time with these forms over time with the fastest form."""
         return sum(
             weight * min(times[form][i] for form in forms) / min(spent[i] for spent in times.values())
             for i, weight in enumerate(IMPORTANCE)
+            if i >= first
         )
 
     kept = min(combinations(times, 1), key=cost)
@@ -224,14 +259,14 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
         spent = 0.0
         for form, i, settling in sample.turns():
             for _ in range(settling):
-                for _, call in sample.calls(form, TIMED_ROWS[i]):
+                for _, call in sample.calls(form, BUCKETS[i]):
                     call()
-            for shape, call in sample.calls(form, TIMED_ROWS[i]):
+            for shape, call in sample.calls(form, BUCKETS[i]):
                 # Threads of a compiled layer are woken once, so a product that wakes them says nothing.
                 in_layer = form in COMPILED and groups[shape][0].layer_gain is not None
                 alone = in_layer and i < len(BUCKETS) - 1
                 with one_part() if alone else nullcontext():
-                    each = timed(shape, form, TIMED_ROWS[i], call)
+                    each = timed(shape, form, BUCKETS[i], call)
                 seconds.setdefault((shape, form, i), []).append(each)
                 spent += each
         sweeps.append(spent)
@@ -283,7 +318,7 @@ class _Sample:
             for form in self.forms
         }
         widths = {shape.inner for shape in groups}
-        self._inputs = {(width, rows): torch.ones(rows, width, dtype=dtype) for width in widths for rows in TIMED_ROWS}
+        self._inputs = {(width, rows): torch.ones(rows, width, dtype=dtype) for width in widths for rows in BUCKETS}
 
     def turns(self) -> Iterator[tuple[ProductForm, int, int]]:
         """(form, bucket, passes before the one that counts), in an order that leaves weights where service has them.
@@ -305,6 +340,6 @@ class _Sample:
     def warm_up(self) -> None:
         """oneDNN compiles a product at its first call."""
         for form in self.forms:
-            for rows in TIMED_ROWS:
+            for rows in BUCKETS:
                 for call in dict(self.calls(form, rows)).values():
                     call()

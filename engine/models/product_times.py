@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.models.linear import BUCKETS, FORMS, TIMED_ROWS, ProductForm
+from engine.models.linear import BUCKETS, FORMS, ProductForm
 from engine.profiling.kept_files import UNUSABLE, code_digest, replace_file
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class TimesFile:
             "threads": torch.get_num_threads(),
             "dtype": str(dtype).removeprefix("torch."),
             "model_mib_below": 2 ** (model_bytes >> 20).bit_length(),
-            "rows": list(TIMED_ROWS),
+            "rows": list(BUCKETS),
             "code": code_digest(),
         }
         name = hashlib.sha256(json.dumps(self._about).encode()).hexdigest()[:16]

@@ -92,7 +92,7 @@ def test_logits_are_those_of_transformers(name: str, checkpoint: Callable[[str],
     reader.feed({2: 1, 3: 1, 4: 1, 5: 7, 6: 2}, {2: 5, 4: 3})
     reader.feed({2: 1, 3: 1, 4: 1, 5: 1, 6: 1})
     assert len(counted) == passes + 2
-    assert set(counted) == {1, 3, 5, 6, 20}
+    assert set(counted) == {1, 3, 5, 6, 20, 69}
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -312,7 +312,9 @@ def test_a_pass_that_torch_attends_is_not_compiled(checkpoint: Callable[[str], s
     assert not counted
 
 
-@pytest.mark.parametrize(("choices", "rows"), [((7, 7), BUCKETS[-1]), ((3, 7), 3), ((0, 7), 0), ((7, 1), 1)])
+@pytest.mark.parametrize(
+    ("choices", "rows"), [((8, 8), BUCKETS[-1]), ((3, 8), 3), ((0, 8), 0), ((8, 1), 1), ((7, 7), 40)]
+)
 def test_as_many_rows_as_all_products_are_compiled_for(
     choices: tuple[int, int], rows: int, checkpoint: Callable[[str], str]
 ) -> None:
@@ -358,7 +360,7 @@ def test_what_compiled_layers_save_is_measured(
         tell_gains(decoder)
         products = [product for layer in decoder.layers for product in products_of(layer)]
         (gain,) = {product.layer_gain for product in products if product.layer_gain is not None}
-        assert gain.threads == 1
+        assert set(gain.threads) == {1}
         return gain.saved_s
 
     def slow(self: RMSNorm, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 import engine.models.compiled as compiled
 import engine.models.linear as linear_module
 from engine.config import ConfigError
-from engine.kernels import cpu_products
+from engine.kernels import cpu_code, cpu_products
 from engine.kernels.cpu_code import CHANNELS
 from engine.models import int8_products
 from engine.models.compiled_products import LEAST_CHANNELS
@@ -159,7 +159,7 @@ def test_only_fp32_and_bf16_on_a_cpu_can_be_packed() -> None:
 
 
 def test_a_weight_as_it_is_stored_serves_two_forms() -> None:
-    choice: FormChoice = ["compiled", "compiled", "plain", "plain", "plain", "plain", "plain"]
+    choice: FormChoice = [*("compiled",) * 2, *("plain",) * 6]
     linear, weight, _ = make(torch.float32, False, choice)
     assert linear.num_bytes == 400 * 300 * 4
     assert linear.forms["compiled"] is linear.forms["plain"] is linear.weight is weight
@@ -172,6 +172,19 @@ def test_a_row_of_a_compiled_product_has_the_same_bits_in_any_company(dtype: tor
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in range(2, 12):
         assert torch.equal(linear(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("width", [31, 32, 300])
+def test_a_cpu_that_multiplies_bfloat16_rounds_activations_to_it(width: int) -> None:
+    """As torch's products get them. Other CPUs compute with what they are given."""
+    generator = torch.Generator().manual_seed(width)
+    weight, x = torch.randn(8, width, generator=generator).bfloat16(), torch.randn(7, width, generator=generator)
+    out = torch.empty(7, 8)
+    cpu_products.multiply(x.numpy(), compiled.as_stored(weight), out.numpy(), 0, 1)
+    rounded, exact = (given.double() @ weight.double().t() for given in (x.bfloat16(), x))
+    right, wrong = (rounded, exact) if cpu_code.HAS_PAIRS else (exact, rounded)
+    assert torch.allclose(out.double(), right, rtol=0, atol=1e-5)
+    assert not torch.allclose(out.double(), wrong, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,6 @@ from engine.models.compiled import parts_of
 from engine.models.int8_products import int8_forms
 from engine.models.linear import (
     BUCKETS,
-    TIMED_ROWS,
     Given,
     Laid,
     LayerGain,
@@ -34,20 +33,20 @@ Script = Mapping[ProductForm, Sequence[float]]  # a form's seconds by bucket
 
 FLAT = [9.0] * len(BUCKETS)
 # As on a Xeon: few rows are faster transposed, five and more packed.
-SLOW: Script = {"compiled": [99.0] * 7}
+SLOW: Script = {"compiled": [99.0] * len(BUCKETS)}
 SMALL_LAYERS: Script = {
     "packed": FLAT,
-    "transposed": [4, 6, 7, 8, 12, 20, 40],
-    "plain": [8, 8, 9, 12, 20, 30, 60],
+    "transposed": [4, 6, 7, 8, 12, 20, 30, 40],
+    "plain": [8, 8, 9, 12, 20, 30, 45, 60],
     **SLOW,
 }
 LARGE_LAYERS: Script = {
     "packed": FLAT,
-    "transposed": [7, 14, 20, 30, 50, 90, 90],
-    "plain": [8, 14, 21, 33, 50, 90, 90],
+    "transposed": [7, 14, 20, 30, 50, 90, 90, 90],
+    "plain": [8, 14, 21, 33, 50, 90, 90, 90],
     **SLOW,
 }
-ALWAYS_PACKED: Script = {"packed": FLAT, "transposed": [10.0] * 7, "plain": [11.0] * 7, **SLOW}
+ALWAYS_PACKED: Script = {"packed": FLAT, "transposed": [10.0] * len(BUCKETS), "plain": [11.0] * len(BUCKETS), **SLOW}
 
 pytestmark = needs_onednn
 
@@ -63,7 +62,7 @@ class Machine:
     def __call__(self, shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
         self.calls.append((shape, form, rows))
         assert tuple(torch.as_tensor(call()).shape) == (rows, shape.out)
-        return self._scripts[shape.out][form][TIMED_ROWS.index(rows)] * self._busy(len(self.calls)) * 1e-6
+        return self._scripts[shape.out][form][BUCKETS.index(rows)] * self._busy(len(self.calls)) * 1e-6
 
 
 def products(*widths: int, dtype: torch.dtype = torch.float32) -> list[Linear]:
@@ -93,7 +92,7 @@ def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
     choose_forms(products(8, 24, 8), timed=machine)
     for out, weights in ((8, 2), (24, 1)):
         for form in SMALL_LAYERS:
-            for rows in TIMED_ROWS:
+            for rows in BUCKETS:
                 assert machine.calls.count((ProductShape(out, 16, False), form, rows)) >= weights * MIN_SWEEPS
 
 
@@ -134,7 +133,7 @@ def test_of_a_large_weight_only_a_part_is_measured(monkeypatch: pytest.MonkeyPat
 
     def timed(shape: ProductShape, form: ProductForm, rows: int, call: Callable[[], object]) -> float:
         assert torch.equal(torch.as_tensor(call()), torch.full((rows, min(shape.out, 192)), 17.0))
-        return LARGE_LAYERS[form][TIMED_ROWS.index(rows)]
+        return LARGE_LAYERS[form][BUCKETS.index(rows)]
 
     monkeypatch.setattr(product_choice, "laid_out", counted)
     made = [Linear(torch.ones(width, 16), torch.ones(width), ()) for width in (3000, 24)]
@@ -147,22 +146,22 @@ def test_of_a_large_weight_only_a_part_is_measured(monkeypatch: pytest.MonkeyPat
 def test_a_weight_is_kept_in_two_forms_at_most() -> None:
     """Each form is the fastest somewhere. Plain decoding and verification matter more than large passes."""
     times: Script = {
-        "packed": [9, 9, 9, 5, 5, 5, 5],
-        "transposed": [4, 9, 9, 9, 9, 9, 9],
-        "plain": [9, 9, 9, 9, 9, 4, 4],
+        "packed": [9, 9, 9, 5, 5, 5, 5, 5],
+        "transposed": [4, 9, 9, 9, 9, 9, 9, 9],
+        "plain": [9, 9, 9, 9, 9, 9, 4, 4],
     }
     assert describe(best_choice(times)) == "transposed to 1 row, packed beyond"
     assert set(best_choice(times, most_forms=3)) == set(times)
 
 
 def test_a_second_form_must_earn_its_memory() -> None:
-    times: Script = {"packed": [8.9, *FLAT[1:]], "transposed": [8.7, *[20.0] * 6], "plain": [30.0] * 7}
+    times: Script = {"packed": [8.9, *FLAT[1:]], "transposed": [8.7, *[20.0] * 7], "plain": [30.0] * 8}
     assert describe(best_choice(times)) == "packed"
 
 
 def test_compiled_products_need_no_copy_of_a_plain_weight() -> None:
-    compiled: list[float] = [1, 1, 2, 4, 20, 40, 80]
-    rows_of = {**LARGE_LAYERS, "compiled": compiled, "plain": [9, 9, 9, 9, 5, 5, 5]}
+    compiled: list[float] = [1, 1, 2, 4, 20, 40, 60, 80]
+    rows_of = {**LARGE_LAYERS, "compiled": compiled, "plain": [9, 9, 9, 9, 5, 5, 5, 5]}
     made = products(24, 24)
     assert choose_forms(made, copies_bytes=0, timed=Machine({24: rows_of})) == 0
     assert chosen(made) == ["compiled to 5 rows, plain beyond"] * 2
@@ -183,17 +182,65 @@ def test_compiled_products_need_no_copy_of_a_plain_weight() -> None:
     ],
 )
 def test_a_compiled_layer_gains_more_than_its_products_say(saved_us: float, threads: float, expected: str) -> None:
-    script: Script = {**ALWAYS_PACKED, "compiled": [10, 10, 10, 10, 30, 60, 120]}
+    script: Script = {**ALWAYS_PACKED, "compiled": [10, 10, 10, 10, 30, 60, 90, 120]}
     made = products(24, 24)
-    for product in made:
-        product.layer_gain = LayerGain((saved_us * 1e-6,) * len(BUCKETS), threads)
+    put_in_layers(made, saved_us, [threads] * len(BUCKETS))
     choose_forms(made, timed=Machine({24: script}))
     assert chosen(made) == [expected] * 2
 
 
+def put_in_layers(
+    made: Sequence[Linear], saved_us: float = 0.0, threads: Sequence[float] = (1.0,) * len(BUCKETS)
+) -> None:
+    for product in made:
+        product.layer_gain = LayerGain((saved_us * 1e-6,) * len(BUCKETS), tuple(threads))
+
+
+def test_the_products_of_a_layer_are_compiled_together() -> None:
+    """Each alone would be compiled for other numbers of rows, so a layer would hardly ever be."""
+    first: Script = {**ALWAYS_PACKED, "compiled": [5, 5, 9.5, 5, 9.5, 20, 30, 40]}
+    second: Script = {**ALWAYS_PACKED, "compiled": [5, 9.5, 5, 5, 7, 20, 30, 40]}
+    for layered in (True, False):
+        made = products(24, 40)
+        if layered:
+            put_in_layers(made)
+        choose_forms(made, timed=Machine({24: first, 40: second}))
+        together = chosen(made) == ["compiled to 9 rows, packed beyond"] * 2
+        assert together == layered
+
+
+def test_a_larger_product_counts_for_more_in_a_layer() -> None:
+    small: Script = {form: [s / 10 for s in ALWAYS_PACKED[form]] for form in ALWAYS_PACKED}
+    for slow, expected in ((24, "packed"), (40, "compiled to 15 rows, packed beyond")):
+        made = products(24, 40, 40)
+        put_in_layers(made)
+        large = {**ALWAYS_PACKED, "compiled": [*([14.0] if slow == 24 else [4.0]) * 6, 90, 90]}
+        little = {**small, "compiled": [*([0.4] if slow == 24 else [1.4]) * 6, 9, 9]}
+        choose_forms(made, timed=Machine({24: little, 40: large}))
+        assert chosen(made) == [expected] * 3
+
+
+def test_beyond_compiled_layers_each_product_has_its_own_form() -> None:
+    compiled = [5.0, 5, 5, 5, 5, 20, 30, 40]
+    made = products(24, 40)
+    put_in_layers(made)
+    plain: Script = {"packed": [12.0] * 8, "transposed": [11.0] * 8, "plain": FLAT}
+    scripts = {24: {**ALWAYS_PACKED, "compiled": compiled}, 40: {**plain, "compiled": compiled}}
+    choose_forms(made, timed=Machine(scripts))
+    assert chosen(made) == ["compiled to 9 rows, packed beyond", "compiled to 9 rows, plain beyond"]
+
+
+def test_threads_gain_as_much_as_they_do_for_each_number_of_rows() -> None:
+    script: Script = {**ALWAYS_PACKED, "compiled": [12.0] * 8}
+    made = products(24, 24)
+    put_in_layers(made, threads=[2, 2, 2, 2, 1, 1, 1, 1])
+    choose_forms(made, timed=Machine({24: script}))
+    assert chosen(made) == ["compiled to 5 rows, packed beyond"] * 2
+
+
 def test_times_of_layers_are_kept_apart(tmp_path: Path) -> None:
     """They are taken in one thread."""
-    for gain in (None, LayerGain((0.0,) * len(BUCKETS), 1.0)):
+    for gain in (None, LayerGain((0.0,) * len(BUCKETS), (1.0,) * len(BUCKETS))):
         for again in (False, True):
             (made,), machine = products(24), Machine({24: ALWAYS_PACKED})
             made.layer_gain = gain
@@ -213,7 +260,7 @@ def test_products_of_a_compiled_layer_are_timed_in_one_thread(in_layers: bool, m
 
     made = products(24)
     if in_layers:
-        made[0].layer_gain = LayerGain((0.0,) * len(BUCKETS), 1.0)
+        made[0].layer_gain = LayerGain((0.0,) * len(BUCKETS), (1.0,) * len(BUCKETS))
     choose_forms(made, timed=timed)
     assert parts.pop("compiled") == ({1, 4} if in_layers else {4})  # passes of more rows are not compiled layers
     assert set.union(*parts.values()) == {4}
@@ -261,7 +308,7 @@ def damage_times(content: dict[str, dict[str, object]]) -> None:
 
 
 def damage_numbers(content: dict[str, dict[str, object]]) -> None:
-    content["seconds"]["8 × 16"] = {form: [0.0] * 7 for form in SMALL_LAYERS}
+    content["seconds"]["8 × 16"] = {form: [0.0] * len(BUCKETS) for form in SMALL_LAYERS}
 
 
 def damage_all(content: dict[str, dict[str, object]]) -> None:
@@ -342,8 +389,8 @@ def test_forms_of_8_bit_codes_are_measured_and_kept_apart_from_the_others(tmp_pa
     if len(int8_forms()) < 2:
         pytest.skip("this machine has one form of int8 products")
     first, *_, last = int8_forms()
-    times = {first: FLAT, last: [6, 8, 9.5, 12, 15, 20, 30]}
-    few: Script = {form: times.get(form, [40.0] * 7) for form in int8_forms()}
+    times = {first: FLAT, last: [6, 8, 9.5, 12, 15, 20, 25, 30]}
+    few: Script = {form: times.get(form, [40.0] * len(BUCKETS)) for form in int8_forms()}
     weights = [quantise_weight(torch.ones(width, 16)) for width in (8, 24, 8)]
     for bias in (None, torch.ones(8)):
         made = [Linear(weight, bias if len(weight.codes) == 8 else None, ()) for weight in weights]
@@ -356,3 +403,10 @@ def test_forms_of_8_bit_codes_are_measured_and_kept_apart_from_the_others(tmp_pa
     made = [Linear(weight, None, ()) for weight in weights]
     assert choose_forms(made, copies_bytes=0, cache=tmp_path) == 0
     assert {len(product.forms) for product in made} == {1}
+
+
+def test_layers_of_fp64_have_no_compiled_form() -> None:
+    made = products(24, 40, dtype=torch.float64)
+    put_in_layers(made)
+    choose_forms(made)
+    assert chosen(made) == ["plain"] * 2
