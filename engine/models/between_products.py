@@ -6,6 +6,7 @@ A product that is a little slower in compiled code is chosen nevertheless if tha
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from time import perf_counter
 
 import torch
@@ -33,6 +34,8 @@ KEYS = 64  # that attention sees, at most
 PASSING_NUMBERS = 1 << 20  # of float32: more than the cache of a core holds, mostly
 SAMPLE = (16384, 1024)  # of a weight: 64 MiB, beside which it takes no time to wake threads
 PRODUCTS = 4  # of a layer
+SHARED_NUMBERS = 1 << 16  # torch's threads share an operation on so many
+REST_S = 100e-6  # in which torch's threads fall asleep: they wait actively for 5 µs (engine.IDLE_WORKERS_SPIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,10 @@ class _NoProduct:
 
 
 def tell_gains(decoder: Decoder) -> None:
-    """Tell the products of compiled layers what these gain."""
+    """Let the products of compiled layers find out what these gain."""
     if not isinstance(decoder.few_rows, CompiledLayers):
         return
-    with torch.inference_mode():
-        saved = [_seconds_between(decoder, rows) / PRODUCTS for rows in BUCKETS[:-1]]
-        threads = [_gain_of_threads(decoder.few_rows.layer_bytes, rows) for rows in BUCKETS[:-1]]
-    gain = LayerGain((*saved, 0.0), (*threads, 1.0))
+    gain = cache(partial(_layer_gain, decoder, decoder.few_rows.layer_bytes))
     for layer in decoder.layers:
         for product in products_of(layer):
             product.layer_gain = gain
@@ -72,6 +72,14 @@ def compile_layers(decoder: Decoder) -> None:
     log.info("compiled layers are ready (%.1f s)", perf_counter() - began)
 
 
+@torch.inference_mode()
+def _layer_gain(decoder: Decoder, layer_bytes: int) -> LayerGain:
+    wake_s = _seconds_to_wake()
+    saved = [_seconds_between(decoder, rows) / PRODUCTS + wake_s for rows in BUCKETS[:-1]]
+    threads = [_gain_of_threads(layer_bytes, rows) for rows in BUCKETS[:-1]]
+    return LayerGain((*saved, 0.0), (*threads, 1.0))
+
+
 def _gain_of_threads(layer_bytes: int, rows: int) -> float:
     """How many times as fast the threads that share a layer multiply so many rows as one does, once they are awake.
     With few rows they share the speed of the memory, with many each has a core's speed."""
@@ -87,6 +95,24 @@ def _gain_of_threads(layer_bytes: int, rows: int) -> float:
             spent.append(perf_counter() - began)
     together, by_itself = map(lower_quartile, seconds)
     return max(1.0, by_itself / together)
+
+
+def _seconds_to_wake() -> float:
+    """Seconds that a product waits for torch's threads, which fall asleep between products. Products that are timed one
+    after the other find them awake."""
+    if torch.get_num_threads() == 1:
+        return 0.0
+    numbers, seconds = torch.zeros(SHARED_NUMBERS), (list[float](), list[float]())
+    for _ in range(RUNS):
+        rested = perf_counter() + REST_S
+        while perf_counter() < rested:
+            pass
+        for spent in seconds:  # asleep, then awake
+            began = perf_counter()
+            numbers.add_(0)
+            spent.append(perf_counter() - began)
+    asleep, awake = map(lower_quartile, seconds)
+    return max(0.0, asleep - awake)
 
 
 def _seconds_between(decoder: Decoder, rows: int) -> float:

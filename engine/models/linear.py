@@ -62,7 +62,7 @@ class Linear:
         packed where oneDNN can. Empty: `use` chooses later."""
         self.given: Given | None = weight  # until it is laid out
         self.shape = weight.shape  # [out, in]
-        self.layer_gain: LayerGain | None = None  # None: no compiled layer has the product
+        self.layer_gain: Callable[[], LayerGain] | None = None  # measures it; None: no compiled layer has the product
         self.bias = bias
         self.forms: dict[ProductForm, Laid] = {}
         if choice is None or choice:
@@ -73,6 +73,7 @@ class Linear:
         assert self.given is not None
         self.choice = tuple(choice)
         self.forms, self.given = laid_out(self.given, choice), None
+        self.layer_gain = None  # it refers to all layers
         products = {form: product_of(form, weight, self.bias) for form, weight in self.forms.items()}
         by_bucket = [products[form] for form in choice]
         largest = BUCKETS[: len(choice) - 1]

@@ -69,7 +69,7 @@ TimedCall = Callable[[ProductShape, ProductForm, int, Callable[[], object]], flo
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    times: dict[ProductShape, TimesByForm]
+    times: dict[ProductShape, TimesByForm]  # of layers: as `with_layers` gives them
     steady: bool  # whether the sweeps agree; if not, something else kept the machine busy
 
 
@@ -124,16 +124,15 @@ def _choices(
     groups: Mapping[ProductShape, Sequence[Linear]], times: Mapping[ProductShape, TimesByForm], most_forms: int = 2
 ) -> dict[ProductShape, FormChoice]:
     """The choice of each shape. Those of compiled layers are chosen together."""
-    gains = {s: None if set(COMPILED).isdisjoint(times[s]) else members[0].layer_gain for s, members in groups.items()}
-    choices = {shape: best_choice(times[shape], most_forms) for shape, gain in gains.items() if gain is None}
-    for gain in {gain for gain in gains.values() if gain is not None}:  # one: a model's layers are of one kind
-        counts = {shape: len(groups[shape]) for shape in groups if gains[shape] == gain}
-        choices |= best_layers({shape: times[shape] for shape in counts}, counts, gain, most_forms)
+    layered = {shape: len(members) for shape, members in groups.items() if _gain_of(members) is not None}
+    choices = {shape: best_choice(times[shape], most_forms) for shape in groups if shape not in layered}
+    if layered:
+        choices |= best_layers({shape: times[shape] for shape in layered}, layered, most_forms)
     return choices
 
 
 def best_layers(
-    times: Mapping[ProductShape, TimesByForm], counts: Mapping[ProductShape, int], gain: LayerGain, most_forms: int = 2
+    times: Mapping[ProductShape, TimesByForm], counts: Mapping[ProductShape, int], most_forms: int = 2
 ) -> dict[ProductShape, FormChoice]:
     """The choice of each shape of a decoder's layers, with counts[shape] products each.
 
@@ -150,9 +149,7 @@ def best_layers(
         return {shape: (*(compiled,) * end, *choice[end:]) for shape, choice in rest.items()}
 
     def seconds(choices: Mapping[ProductShape, FormChoice], i: int) -> float:
-        spent = sum(counts[shape] * times[shape][choice[i]][i] for shape, choice in choices.items())
-        in_layers = all(choice[i] == compiled for choice in choices.values())
-        return spent / gain.threads[i] if in_layers else spent + gain.saved_s[i] * sum(counts.values())
+        return sum(counts[shape] * times[shape][choice[i]][i] for shape, choice in choices.items())
 
     ends = range(len(BUCKETS) + 1) if most_forms > 1 else (0, len(BUCKETS))
     options = {end: forms_up_to(end) for end in ends}
@@ -228,7 +225,7 @@ def _known_or_measured(
     file = None if cache is None else TimesFile(cache, dtype, model_bytes)
     known = {} if file is None else file.read()
     forms = {shape: usable_forms(_given(members[0])) for shape, members in groups.items()}
-    keys = {shape: _key(shape, members[0].layer_gain) for shape, members in groups.items()}
+    keys = {shape: _key(shape, members) for shape, members in groups.items()}
     if file is not None and all(set(known.get(keys[shape], ())) == set(forms[shape]) for shape in groups):
         return {shape: known[keys[shape]] for shape in groups}, f"as measured before, {file.path}"
     measured = measure(groups, model_bytes, timed)
@@ -239,9 +236,25 @@ def _known_or_measured(
     return measured.times, "measured"
 
 
-def _key(shape: ProductShape, gain: LayerGain | None) -> str:
+def _key(shape: ProductShape, members: Sequence[Linear]) -> str:
     """What names a shape's times in the file. Those of layers are taken in another way."""
-    return str(shape) if gain is None else f"{shape} in layers"
+    return str(shape) if _gain_of(members) is None else f"{shape} in layers"
+
+
+def _gain_of(members: Sequence[Linear]) -> Callable[[], LayerGain] | None:
+    """What measures the gain of the compiled layers that these products belong to; None: they belong to none."""
+    first = members[0]
+    return first.layer_gain if set(COMPILED) & set(usable_forms(_given(first))) else None
+
+
+def with_layers(times: TimesByForm, gain: LayerGain) -> TimesByForm:
+    """Seconds of a product with what is done around it, which compiled layers save."""
+    return {
+        form: [s / threads for s, threads in zip(spent, gain.threads, strict=True)]
+        if form in COMPILED
+        else [s + saved_s for s, saved_s in zip(spent, gain.saved_s, strict=True)]
+        for form, spent in times.items()
+    }
 
 
 @torch.inference_mode()
@@ -263,7 +276,7 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
                     call()
             for shape, call in sample.calls(form, BUCKETS[i]):
                 # Threads of a compiled layer are woken once, so a product that wakes them says nothing.
-                in_layer = form in COMPILED and groups[shape][0].layer_gain is not None
+                in_layer = form in COMPILED and _gain_of(groups[shape]) is not None
                 alone = in_layer and i < len(BUCKETS) - 1
                 with one_part() if alone else nullcontext():
                     each = timed(shape, form, BUCKETS[i], call)
@@ -275,6 +288,9 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
         for shape in groups
     }
     fastest, second = sorted(sweeps)[:2]
+    for shape, members in groups.items():
+        if gain := _gain_of(members):
+            times[shape] = with_layers(times[shape], gain())
     return Measurement(times, second <= STEADY * fastest)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, cycle
 from pathlib import Path
 from time import sleep
 from typing import Any, cast
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import engine.models.compiled as compiled_code
 from engine.kernels import cpu_layers
-from engine.models import compiled_layers
+from engine.models import between_products, compiled_layers
 from engine.models.between_products import compile_layers, tell_gains
 from engine.models.compiled_layers import CompiledLayers, products_of
 from engine.models.decoder import Decoder, WatchedStates
@@ -359,7 +360,7 @@ def test_what_compiled_layers_save_is_measured(
     def saved() -> Sequence[float]:
         tell_gains(decoder)
         products = [product for layer in decoder.layers for product in products_of(layer)]
-        (gain,) = {product.layer_gain for product in products if product.layer_gain is not None}
+        (gain,) = {product.layer_gain() for product in products if product.layer_gain is not None}
         assert set(gain.threads) == {1}
         return gain.saved_s
 
@@ -372,6 +373,25 @@ def test_what_compiled_layers_save_is_measured(
     assert len(before) == len(BUCKETS)
     assert before[-1] == 0  # passes of more rows are not compiled
     assert all(less < 0.5 * more for less, more in zip(before[:-1], saved()[:-1], strict=True))
+
+
+def test_what_torch_waits_for_its_threads_is_saved_too(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripted clock: 30 µs for an operation when the threads sleep, 5 when they are awake."""
+    steps = cycle([0.0, 1.0, 0.0, 30e-6, 0.0, 5e-6])  # a rest, then both operations
+    passed = accumulate(steps)
+    with monkeypatch.context() as patched:
+        patched.setattr(between_products, "perf_counter", lambda: next(passed))
+        assert between_products._seconds_to_wake() == 0.0
+        patched.setattr(torch, "get_num_threads", lambda: 2)
+        assert between_products._seconds_to_wake() == pytest.approx(25e-6)
+    decoder = load_alone(checkpoint("llama"), torch.float32)
+    monkeypatch.setattr(between_products, "_seconds_to_wake", lambda: 10.0)
+    tell_gains(decoder)
+    gain = products_of(decoder.layers[0])[0].layer_gain
+    assert gain is not None
+    assert all(10 < saved_s < 11 for saved_s in gain().saved_s[:-1])
 
 
 def test_an_unknown_attention_is_left_to_the_layers_of_torch(checkpoint: Callable[[str], str]) -> None:

@@ -193,7 +193,7 @@ def put_in_layers(
     made: Sequence[Linear], saved_us: float = 0.0, threads: Sequence[float] = (1.0,) * len(BUCKETS)
 ) -> None:
     for product in made:
-        product.layer_gain = LayerGain((saved_us * 1e-6,) * len(BUCKETS), tuple(threads))
+        product.layer_gain = lambda: LayerGain((saved_us * 1e-6,) * len(BUCKETS), tuple(threads))
 
 
 def test_the_products_of_a_layer_are_compiled_together() -> None:
@@ -240,12 +240,24 @@ def test_threads_gain_as_much_as_they_do_for_each_number_of_rows() -> None:
 
 def test_times_of_layers_are_kept_apart(tmp_path: Path) -> None:
     """They are taken in one thread."""
-    for gain in (None, LayerGain((0.0,) * len(BUCKETS), (1.0,) * len(BUCKETS))):
+    for layered in (False, True):
         for again in (False, True):
-            (made,), machine = products(24), Machine({24: ALWAYS_PACKED})
-            made.layer_gain = gain
-            choose_forms([made], cache=tmp_path, timed=machine)
+            made, machine = products(24), Machine({24: ALWAYS_PACKED})
+            if layered:
+                put_in_layers(made)
+            choose_forms(made, cache=tmp_path, timed=machine)
             assert bool(machine.calls) is not again
+
+
+def test_what_layers_gain_is_kept_with_the_times_that_it_was_measured_with(tmp_path: Path) -> None:
+    """A start beside other work would mix what it sees with times of a quiet machine."""
+    script: Script = {**ALWAYS_PACKED, "compiled": [10.0] * len(BUCKETS)}
+    for saved_us in (200.0, 0.0):
+        made = products(24, 24)
+        put_in_layers(made, saved_us)
+        choose_forms(made, cache=tmp_path, timed=Machine({24: script}))
+        assert chosen(made) == ["compiled"] * 2
+        assert made[0].layer_gain is None
 
 
 @pytest.mark.parametrize("in_layers", [True, False])
@@ -260,7 +272,7 @@ def test_products_of_a_compiled_layer_are_timed_in_one_thread(in_layers: bool, m
 
     made = products(24)
     if in_layers:
-        made[0].layer_gain = LayerGain((0.0,) * len(BUCKETS), (1.0,) * len(BUCKETS))
+        put_in_layers(made)
     choose_forms(made, timed=timed)
     assert parts.pop("compiled") == ({1, 4} if in_layers else {4})  # passes of more rows are not compiled layers
     assert set.union(*parts.values()) == {4}
