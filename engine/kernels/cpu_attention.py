@@ -19,6 +19,7 @@ from engine.kernels.cpu_vectors import WEIGHED, add_rows, prefetch, score_keys
 
 # Keys, in whole groups of WEIGHED and in whole vectors: with fewer the work that each tile brings would count.
 TILE = 64
+READING = 8  # scores that take as long as reading a key and its value
 
 
 @compiled
@@ -147,6 +148,12 @@ def attend_heads(
 
 
 @compiled
+def work_of(keys: int, lanes: int) -> int:
+    """What a kv head's keys cost, in scores. To read a key costs as much as to compute some."""
+    return keys * (lanes + READING)
+
+
+@compiled
 def heads_of_part(before: int, cost: int, kv_heads: int, begin: int, end: int) -> tuple[int, int]:
     """The kv heads of a sequence whose work begins at begin … end − 1. The first begins at `before`."""
     first = min(max(-(-(begin - before) // cost), 0), kv_heads)
@@ -196,12 +203,12 @@ def attend(
         begin, end = first_rows[s], first_rows[s + 1]
         lows[s] = firsts[begin:end].min()
         most = max(most, (end - begin) * group)
-        whole += (ends[s] - lows[s]) * kv_heads
+        whole += work_of(ends[s] - lows[s], (end - begin) * group) * kv_heads
     q, sums = np.empty((kv_heads, most, width), queries.dtype), np.empty((kv_heads, most, width), queries.dtype)
     tops, totals = np.empty((kv_heads, most), queries.dtype), np.empty((kv_heads, most), queries.dtype)
     before = 0
     for s in range(len(ends)):
-        cost = ends[s] - lows[s]
+        cost = work_of(ends[s] - lows[s], (first_rows[s + 1] - first_rows[s]) * group)
         first, last = heads_of_part(before, cost, kv_heads, whole * part // parts, whole * (part + 1) // parts)
         before += cost * kv_heads
         begin, count = first_rows[s], (first_rows[s + 1] - first_rows[s]) * group

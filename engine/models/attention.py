@@ -106,7 +106,7 @@ def plan_attention(
         queries = positions if len(members) == len(spans) else positions[rows]
         last_visible = visible[0][rows] if trees else queries
         if by_blocks:
-            groups.append(BlockGroup.of(rows, members, storage, queries, last_visible))
+            groups.append(BlockGroup.of(rows, members, group_size, storage, queries, last_visible))
             continue
         end = max([s.end for s in members])
         keys = end if separate_to is None else max(end, min(separate_to, -(-end // KEY_BLOCK) * KEY_BLOCK))

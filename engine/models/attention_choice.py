@@ -1,10 +1,11 @@
 """Measures, on the machine that serves, up to how many rows a span's attention reads blocks (cpu_attention.py).
 
-With few rows compiled code that reads each key once is faster, with many rows torch's products of matrices. Where they
-cross depends on the CPU, the number type and the size of heads.
+With few rows compiled code that reads each key once is faster, with many rows torch's products of matrices may be.
+Whether and where they cross depends on the CPU, the number type and the size of heads.
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
@@ -22,7 +23,7 @@ from engine.profiling.quartile import lower_quartile
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 3, 5, 9, 17)  # of the span: a plain step, verification, several guesses at once
+ROWS = (1, 2, 3, 5, 9, 17, 40, 120)  # of the span: a plain step, verification, several guesses at once, a prompt
 KEYS = 512
 LAYERS = 4  # keys and values come from farther than the first-level cache, as in service
 SWEEPS = 5
@@ -45,9 +46,13 @@ def rows_that_pay(timed: TimedSweeps) -> int:
 
 @cache
 def measured_lanes(heads: int, shape: KVShape) -> int:
-    """BlockReader.most_lanes for a model with so many query heads, on this machine with its number of threads."""
+    """BlockReader.most_lanes for a model with so many query heads, on this machine with its number of threads. Where
+    reading blocks pays up to the last of ROWS, it does for longer spans too, because they are computed in pieces."""
     group = heads // shape.kv_heads
     rows = rows_that_pay(SampleSweeps(heads, shape))
+    if rows == ROWS[-1]:
+        log.info("attention reads blocks")
+        return sys.maxsize
     log.info("attention reads blocks where a span has at most %d rows, or %d queries for each key", rows, group * rows)
     return rows * group
 

@@ -1,8 +1,8 @@
-"""Attention of short spans on a CPU, which reads keys and values where they lie (engine/kernels/cpu_attention.py).
+"""Attention on a CPU that reads keys and values where they lie (engine/kernels/cpu_attention.py).
 
-It serves every storage: in slotted memory a slot is one block. Nothing is copied, padded or masked, and a
-sequence's keys are read once for all its rows. Long spans multiply matrices, which torch's fused attention does better;
-engine/models/attention.py has both.
+It serves every storage: in slotted memory a slot is one block. Nothing is copied, padded or masked, and keys are read
+once for some rows of a sequence. Where torch's fused attention, which multiplies matrices, does better on long spans,
+it computes these; engine/models/attention.py has both.
 """
 
 from collections.abc import Sequence
@@ -25,32 +25,46 @@ from engine.models.spans import Span
 UNMEASURED_LANES = (
     16  # queries that share a key: with more of them matrices may be faster. For where nothing was measured
 )
+PIECE_LANES = 128  # queries that share a key and are computed together: with their sums they stay in a core's cache
+PIECE_ROWS = 32  # of a piece at most: keys behind its last row are left out
+# To multiply a query's number by one of a key or value takes as long as to read half a byte: 2.5 ns for a query and a
+# key of 64 numbers, 20 ns to read them and their value in fp32.
+BYTES_OF_SCORE = 0.5
 VisibleRows = tuple[Any, Any, Any, Any, Any]  # (first, last, path [N], base, end [S]) int64, as the kernel's
 
 
 class BlockGroup(NamedTuple):
-    """Spans whose attention reads blocks."""
+    """Spans whose attention reads blocks. Long ones are in pieces, which are computed as if they were sequences."""
 
     rows: slice  # of the packed input
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # the pieces
     tables: Any  # [S, width] int32
     first_rows: Any  # [S + 1] int64
-    keys: int  # of all sequences together
+    keys: int  # of all pieces together
+    scores: int  # of all pieces together, for each of their kv heads
     positions: Any  # [N] int64
     last_visible: Any  # [N] int64: each query sees all places up to this one, and a node its path as well
     seen: dict[int | None, VisibleRows]  # by window; filled as layers ask
 
     @classmethod
     def of(
-        cls, rows: slice, spans: Sequence[Span], storage: Storage, positions: Tensor, last_visible: Tensor
+        cls,
+        rows: slice,
+        spans: Sequence[Span],
+        group_size: int,
+        storage: Storage,
+        positions: Tensor,
+        last_visible: Tensor,
     ) -> "BlockGroup":
+        """group_size: queries of a position that share a key."""
+        spans = [piece for span in spans for piece in pieces_of(span, group_size)]
         tables = [storage.table(s.slot) for s in spans]
         width = max(map(len, tables))
         padded = [[*table, *[0] * (width - len(table))] for table in tables]
         first_rows = np.array([0, *accumulate([s.size for s in spans])], np.int64)
-        keys, seen = sum([s.end for s in spans]), dict[int | None, VisibleRows]()
-        places = positions.numpy(), last_visible.numpy()
-        return cls(rows, tuple(spans), np.array(padded, np.int32), first_rows, keys, *places, seen)
+        keys, scores = sum([s.end for s in spans]), sum([s.end * s.size for s in spans]) * group_size
+        places, seen = (positions.numpy(), last_visible.numpy()), dict[int | None, VisibleRows]()
+        return cls(rows, tuple(spans), np.array(padded, np.int32), first_rows, keys, scores, *places, seen)
 
     def rows_within(self, window: int | None) -> VisibleRows:
         """What each row sees, in layers with this window."""
@@ -69,6 +83,14 @@ class BlockGroup(NamedTuple):
         return first, self.last_visible, paths, bases, ends
 
 
+def pieces_of(span: Span, group_size: int) -> Sequence[Span]:
+    """The span in parts of few rows; one with a tree as it is."""
+    rows = max(1, min(PIECE_ROWS, PIECE_LANES // group_size))
+    if span.parents is not None or span.size <= rows:
+        return (span,)
+    return [Span(span.slot, at, min(at + rows, span.end)) for at in range(span.start, span.end, rows)]
+
+
 class BlockReader:
     """Attention over one storage's blocks. attention_choice.py measures `most_lanes`."""
 
@@ -78,7 +100,7 @@ class BlockReader:
         self._layers = [as_stored(blocks) for blocks in storage.blocks]
         row = storage.blocks[0][0, 0]
         self._sums = type_of_sums(row.dtype)
-        self._row_bytes = row.numel() * row.element_size()
+        self._numbers, self._row_bytes = row.numel(), row.numel() * row.element_size()
 
     @classmethod
     def over(cls, storage: Storage) -> "BlockReader | None":
@@ -101,8 +123,9 @@ class BlockReader:
         return self._layers[layer]
 
     def read_bytes(self, group: BlockGroup) -> int:
-        """Bytes of a layer's keys and values that the group's spans see."""
-        return group.keys * self._row_bytes
+        """Bytes of a layer's keys and values that the group's spans see, or more, which take as long to read as their
+        scores take to compute."""
+        return max(group.keys * self._row_bytes, int(group.scores * self._numbers * BYTES_OF_SCORE))
 
     def seen(self, group: BlockGroup, window: int | None) -> tuple[Any, Any, VisibleRows]:
         """Which places the kernel reads, in layers with this window."""

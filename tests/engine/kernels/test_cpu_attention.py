@@ -57,7 +57,8 @@ def group_of(case: Case) -> BlockGroup:
     """All spans, in the order of the case's tables."""
     spans = [span._replace(slot=number) for number, span in enumerate(case.spans)]
     positions, last = (torch.tensor([n for s in spans for n in of(s)]) for of in (Span.positions, Span.last_visible))
-    return BlockGroup.of(slice(None), spans, _Blocks(case), positions, last)  # type: ignore[arg-type]
+    shared = 2 * case.queries.shape[1] // case.pool.shape[2]  # queries of a position that share a key
+    return BlockGroup.of(slice(None), spans, shared, _Blocks(case), positions, last)  # type: ignore[arg-type]
 
 
 def attend(case: Case, scoring: Scoring = PLAIN) -> Tensor:
@@ -102,6 +103,28 @@ def test_random_passes(seed: int) -> None:
 def test_tiles_that_end_anywhere(length: int, window: int | None) -> None:
     spans = [Span.at(0, length - 1, 1), Span.at(1, max(0, length - 3), min(length, 3))]
     assert error(make_case(spans, Heads(dtype=torch.float64)), Scoring(window=window)) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("group", "sizes"), [(1, [32, 32, 32, 4]), (8, [16] * 6 + [4]), (200, [1] * 100)])
+def test_long_spans_are_computed_in_pieces(group: int, sizes: list[int], window: int | None) -> None:
+    """A piece ends with its own last key. Trees stay whole."""
+    spans = [Span.at(0, 0, 100), Span.at(1, 298, 9, (*DEEP, 4)), Span.at(2, 50, 100), Span.at(3, 7, 1)]
+    case = make_case(spans, Heads(2, group, 16, 16, torch.float64))
+    pieces = group_of(case)
+    assert [s.size for s in pieces.spans if s.slot == 0] == sizes
+    assert [s.size for s in pieces.spans if s.slot in (1, 3)] == [9, 1]
+    assert [s.end for s in pieces.spans if s.slot == 2][:2] == [50 + sizes[0], 50 + sum(sizes[:2])]
+    assert error(case, Scoring(window=window)) < TOLERANCE[torch.float64]
+
+
+def test_more_scores_are_worth_more_threads() -> None:
+    """A few rows take the time to read their keys, more rows the time to compute."""
+    heads = Heads(1, 2, 64)
+    reader = BlockReader.over(_Blocks(make_case([Span.at(0, 0, 1)], heads)))  # type: ignore[arg-type]
+    assert reader is not None
+    work = [reader.read_bytes(group_of(make_case([Span.at(0, 200 - n, n)], heads))) for n in (1, 4, 8, 16)]
+    assert work == [200 * 2 * 64 * 4] * 2 + [200 * 2 * 64 * n for n in (8, 16)]
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5, 16])
