@@ -64,6 +64,7 @@ from engine.models.products import Weights
 from engine.models.runner import Runner, kv_shape
 from engine.models.tokenizer import Tokenizer
 from engine.profiling.threads import choose_threads
+from engine.sampling.noise import compile_races
 from engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
@@ -102,6 +103,8 @@ def load_models(config: EngineConfig) -> LoadedModels:
     keep_freed_memory()
     limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)
+    if device.type == "cpu":
+        compile_races()
     began = perf_counter()
     opened = _open_checkpoints(config)
     log.info("configurations and tokenizers are read (%.1f s)", perf_counter() - began)

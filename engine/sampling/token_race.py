@@ -1,11 +1,12 @@
 """Gumbel races on the CPU over a small vocabulary, in which each token's clock is a hash of its own.
 
 The winners are those of a race over all of gumbel_noise. Every token is hashed, but only a token that may win gets its
-two logarithms. One token in 64 has an early clock: the upper bits of its hash are set. These compete first. Their best,
-and the lowest score that the likeliest token can end with, set the score to beat. No other token has noise above
-log 64, so only the few whose scores are near enough run as well.
+two logarithms in fp64. Compiled code finds these tokens (kernels/cpu_race.py) where scores are fp32 and Numba is there.
 
-Noise of few tokens in all is made for every one of them: the logarithms take less time than the search for rivals.
+Elsewhere numpy finds them. One token in 64 has an early clock: the upper bits of its hash are set. These compete first.
+Their best, and the lowest score that the likeliest token can end with, set the score to beat. No other token has noise
+above log 64, so only the few whose scores are near enough run as well. Noise of few tokens in all is made for every one
+of them: the logarithms take less time than the search for rivals.
 """
 
 from functools import cache, cached_property
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from engine.models.compiled import compiled_module
 from engine.sampling.candidates import KeptTokens
 from engine.sampling.hashing import GOLDEN, STEPS, mix_array, mix_in_place
 from engine.sampling.long_row import Doubles, Ids, Numbers
@@ -25,6 +27,7 @@ HASHED_TOGETHER = 32_768  # this many hashes stay in a processor's second cache,
 # times as long, but the interpreter runs 60 operations in place of 270. It was as fast at 27,000 tokens, without
 # vectorised logarithms.
 MADE_AT_ONCE = 20_480
+CONTENDERS = 8  # tokens of a row, in the mean of a call, that there is room for: mostly there is one
 HASH_ONE_IN = 8  # where at most one token in this many is left, only these are hashed
 EARLY_BITS = 6  # upper bits of a hash that are set where the clock is early
 EARLIEST = np.uint64((1 << 64) - (1 << 64 - EARLY_BITS))
@@ -57,6 +60,8 @@ class TokenNoise:
 
         above [n] in the scores' type: only tokens with higher scores run. None: all do.
         """
+        if (found := self._contenders(scores.numpy(), rows, above)) is not None:
+            return self.race_few(rows[found.rows], found, len(rows))
         made = self.__dict__.keys() & {"_early", "_every"}
         kept = few_held(scores, HASH_ONE_IN) if above is None and not made else None
         if kept is None and len(self._rows) * self._vocab_size <= MADE_AT_ONCE:
@@ -84,6 +89,21 @@ class TokenNoise:
         mix_in_place(bits, np.empty_like(bits), STEPS)
         clocks = clocks_of(bits)
         return np.multiply(np.log(clocks, out=clocks), -self._temperatures[:, None], out=clocks)
+
+    def _contenders(self, scores: Numbers, rows: Ids, above: Numbers | None) -> KeptTokens | None:
+        """Tokens among which the winners are, by compiled code; None: it cannot tell, or there is none."""
+        kernel = compiled_module("cpu_race")
+        if kernel is None or scores.dtype != np.float32:
+            return None
+        count, width = scores.shape
+        owners, tokens = np.empty((2, CONTENDERS * count), np.int64)
+        limits = np.full(count, -np.inf, np.float32) if above is None else above
+        given = np.ascontiguousarray(scores), self._rows[rows], self._temperatures[rows], limits
+        room = np.empty((1, width), np.float32), np.empty((1, width), np.int64)
+        found = kernel.contenders(*given, *room, owners, tokens)
+        if found < 0:
+            return None
+        return KeptTokens(owners[:found], tokens[:found], scores[owners[:found], tokens[:found]])
 
     def _rivals(self, scores: Numbers, rows: Ids, above: Numbers | None) -> KeptTokens:
         """All tokens that may win."""

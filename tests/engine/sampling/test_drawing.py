@@ -119,6 +119,7 @@ def test_a_race_over_rivals_alone_is_an_argmax(spread: float) -> None:
 
 def test_a_race_with_too_low_a_limit_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_race, "NOISE_MARGIN", -3.0)
+    monkeypatch.setattr(token_race, "compiled_module", lambda name: None)
     assert raced_apart(3.0) > 3
 
 
@@ -130,9 +131,47 @@ def test_most_tokens_get_no_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
         return clocks_of(bits)
 
     monkeypatch.setattr(token_race, "clocks_of", watched)
+    monkeypatch.setattr(token_race, "compiled_module", lambda name: None)
     assert DENSE_NOISE_LIMIT >= 1000
     assert raced_apart(3.0) == 0
     assert 200 < sum(made) < 200 * 1000 / 10
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 1000, 1001])
+def test_compiled_code_finds_few_tokens_that_may_win(width: int) -> None:
+    """Each row's winner among them. Their noise is computed again, so there must be few."""
+    scores = torch.randn(200, width, generator=torch.Generator().manual_seed(1)) * 3
+    keys, positions, temperatures = parameters(200)
+    noise = token_race.TokenNoise(keys, positions, temperatures, width)
+    found = noise._contenders(scores.numpy(), np.arange(200), None)
+    assert found is not None
+    assert len(found.rows) <= 202
+    sums = gumbel_noise(keys, positions, width) * temperatures[:, None] + scores
+    winners = {*enumerate(sums.argmax(1).tolist())}
+    assert winners <= {*zip(found.rows.tolist(), found.tokens.tolist(), strict=True)}
+
+
+@pytest.mark.parametrize("value", [inf, nan, 1e9])
+def test_compiled_code_leaves_what_it_cannot_tell(value: float) -> None:
+    scores = torch.randn(8, 300)
+    scores[5, 77] = value
+    noise = token_race.TokenNoise(*parameters(8), 300)
+    assert noise._contenders(scores.numpy(), np.arange(8), None) is None
+    assert noise._contenders(scores[:5].numpy(), np.arange(5), None) is not None
+    assert noise._contenders(torch.zeros(5, 300).numpy().astype(np.float64), np.arange(5), None) is None
+    cold = token_race.TokenNoise(*parameters(8)[:2], torch.full((8,), 1e-40, dtype=torch.float64), 300)
+    assert cold._contenders(np.zeros((5, 300), np.float32), np.arange(5), None) is None
+
+
+def test_compiled_code_has_room_for_some_tokens_that_may_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding hides the noise here, so that every token may win."""
+    noise = token_race.TokenNoise(*parameters(8)[:2], torch.full((8,), 1e-3, dtype=torch.float64), 300)
+    scores = np.full((5, 300), 900, np.float32)
+    assert noise._contenders(scores, np.arange(5), None) is None
+    monkeypatch.setattr(token_race, "CONTENDERS", 300)
+    found = noise._contenders(scores, np.arange(5), None)
+    assert found is not None
+    assert len(found.rows) > 40
 
 
 @pytest.mark.parametrize("value", [-inf, -1000.0, -90.0, 80.0, 1000.0, nan])

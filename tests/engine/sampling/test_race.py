@@ -133,13 +133,20 @@ def draws_apart(kind: Kind, dtype: torch.dtype, draw: Draw = race) -> int:
     return wrong
 
 
-@pytest.fixture(params=["blocks", "rivals", "at once", "as configured"])
+def without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_race, "compiled_module", lambda name: None)
+
+
+@pytest.fixture(params=["blocks", "rivals", "at once", "compiled", "as configured"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways to race: over blocks, over the tokens that may win, over the noise of all tokens, and the one chosen."""
-    limits = {"blocks": (0, 0), "rivals": (10**9, 0), "at once": (10**9, 10**9)}
+    """The ways to race: over blocks, over the tokens that may win, over the noise of all tokens, over those that
+    compiled code finds, and the one chosen."""
+    limits = {"blocks": (0, 0), "rivals": (10**9, 0), "at once": (10**9, 10**9), "compiled": (10**9, 0)}
     dense, at_once = limits.get(request.param, (DENSE_NOISE_LIMIT, token_race.MADE_AT_ONCE))
     monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", dense)
     monkeypatch.setattr(token_race, "MADE_AT_ONCE", at_once)
+    if request.param in ("rivals", "at once"):
+        without_compiled_code(monkeypatch)
 
 
 @pytest.mark.usefixtures("way")
@@ -174,13 +181,18 @@ def test_noise_is_raced_over_again() -> None:
             assert drawn.tolist() == dense[at, :vocab].argmax(1).tolist()
 
 
-@pytest.mark.parametrize("at_once", [0, 10**9], ids=["rivals", "at once"])
-def test_only_tokens_above_a_limit_run(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("at_once", [0, 10**9, None], ids=["rivals", "at once", "compiled"])
+def test_only_tokens_above_a_limit_run(
+    at_once: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In each row its own limit; token 0 where no token is above it."""
     monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", 10**9)
-    monkeypatch.setattr(token_race, "MADE_AT_ONCE", at_once)
+    if at_once is not None:
+        monkeypatch.setattr(token_race, "MADE_AT_ONCE", at_once)
+        without_compiled_code(monkeypatch)
     g = torch.Generator().manual_seed(0)
-    scores, noise = ties((50, 700), g), parameters(50, g)
+    scores, noise = ties((50, 700), g).to(dtype), parameters(50, g)
     limits = scores.kthvalue(350, 1).values
     limits[7] = inf
     left = scores.masked_fill(scores <= limits[:, None], -inf)
@@ -199,6 +211,7 @@ def test_noise_of_few_rows_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(noise_module, "DENSE_NOISE_LIMIT", 4096)
     monkeypatch.setattr(token_race, "clocks_of", watched)
+    without_compiled_code(monkeypatch)
     g = torch.Generator().manual_seed(0)
     scores, (temperatures, keys, positions) = normal((5, 4096), g), parameters(5, g)
     once = GumbelRace(keys, positions, temperatures, 4096)
