@@ -64,7 +64,7 @@ from engine.models.products import Weights
 from engine.models.runner import Runner, kv_shape
 from engine.models.tokenizer import Tokenizer
 from engine.profiling.threads import choose_threads
-from engine.sampling.noise import compile_races
+from engine.sampling.kept_draws import compile_draws
 from engine.types import DrafterName
 
 DEFAULT_MAX_LEN = 4096  # tokens, where the target allows more and max_model_len is not set
@@ -104,7 +104,7 @@ def load_models(config: EngineConfig) -> LoadedModels:
     limit_compiled_products()  # before any weight is loaded
     device = _device(config.device)
     if device.type == "cpu":
-        compile_races()
+        compile_draws()
     began = perf_counter()
     opened = _open_checkpoints(config)
     log.info("configurations and tokenizers are read (%.1f s)", perf_counter() - began)

@@ -6,12 +6,14 @@ model's law leaves few others. The result is exact: a row for which rounding cou
 
 from dataclasses import dataclass
 from math import inf, isnan, log, nan
+from types import ModuleType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.models.compiled import compiled_module
 from engine.sampling import elementwise
 from engine.sampling.long_row import (
     EXP_ERROR,
@@ -77,21 +79,42 @@ def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
     rows, vocab = logits.shape
     if vocab > LONG_ROW:
         return _cut_long_rows(logits, cuts)
+    kernel = compiled_module("cpu_cuts") if logits.dtype == torch.float32 else None
+    if kernel is not None:
+        return _as_found(_compiled_cuts(kernel, logits.numpy(), cuts))
     together = max(1, TOGETHER // vocab)
     masses = torch.empty(min(together, rows), vocab, dtype=logits.dtype)
-    found = CutRows(NO_TOKENS, {}, [])
+    found = np.full(rows, nan)
     for first in range(0, rows, together):
         part = slice(first, first + together)
         chosen = Cuts(cuts.temperature[part], cuts.top_p[part], cuts.floor[part], cuts.wanted[part])
-        cut = np.full(len(chosen.wanted), nan)
         if chosen.wanted.any():
-            cut = _last_removed(logits[part], chosen, masses[: len(cut)])
-        for row, last in enumerate(cut.tolist(), first):
-            if isnan(last):
-                found.left.append(row)
-            else:
-                found.last_removed[row] = last
+            found[part] = _last_removed(logits[part], chosen, masses[: len(chosen.wanted)])
+    return _as_found(found)
+
+
+def _as_found(last_removed: Numbers) -> CutRows:
+    """last_removed [F]: NaN where it is not clear."""
+    found = CutRows(NO_TOKENS, {}, [])
+    for row, last in enumerate(last_removed.tolist()):
+        if isnan(last):
+            found.left.append(row)
+        else:
+            found.last_removed[row] = last
     return found
+
+
+def _compiled_cuts(kernel: ModuleType, logits: Numbers, cuts: Cuts) -> Numbers:
+    """The largest logit [F] that the cuts remove; NaN where that is not clear. logits: fp32."""
+    rows, vocab = logits.shape
+    lowest, wanted = np.empty(rows, np.float32), cuts.wanted & (cuts.temperature >= LOWEST_FP32_TEMPERATURE)
+    masses, (held, kept) = (
+        np.empty((1, vocab + -vocab % kernel.NUMBERS), np.float32),
+        np.empty((2, vocab + 1), np.float32),
+    )
+    room = masses, held, kept, np.empty(vocab, np.int64)
+    kernel.cut_rows(logits, (cuts.temperature, cuts.top_p, cuts.floor, wanted), room, FP32_ROUNDING, lowest)
+    return np.nextafter(lowest, np.float32(-inf))
 
 
 def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:

@@ -10,6 +10,7 @@ from engine.sampling.adjustments import take
 from engine.sampling.candidates import NO_TOKENS, CutRows
 from engine.sampling.filters import Filters, cut_without_sorting, truncated_rows
 from engine.sampling.noise import GumbelRace, are_finite
+from engine.types import SamplingParams
 
 
 def draw_kept(
@@ -29,3 +30,11 @@ def draw_kept(
         drawn[index] = race.run(scores, [runners[n] for n in cut.left])
         finite[index] = are_finite(scores, drawn[index])
     return drawn, finite
+
+
+def compile_draws() -> None:
+    """Compile what draws on the CPU use, so that no request waits for it."""
+    logits, one = torch.zeros(1, 1), torch.ones(1, dtype=torch.int64)
+    race = GumbelRace(one, one, torch.ones(1, dtype=torch.float64), 1)
+    race.run(logits, [0])
+    cut_without_sorting(logits, Filters.make([SamplingParams(top_p=0.5)], 1, logits.device))

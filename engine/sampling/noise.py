@@ -175,9 +175,3 @@ def _log_(x: Tensor) -> Tensor:
         np.log(x.numpy(), out=x.numpy())
         return x
     return x.log_()
-
-
-def compile_races() -> None:
-    """Compile what draws with noise need on the CPU, so that no request waits for it."""
-    one = torch.ones(1, dtype=torch.int64)
-    GumbelRace(one, one, torch.ones(1, dtype=torch.float64), 1).run(torch.zeros(1, 1), [0])

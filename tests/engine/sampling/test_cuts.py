@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf, nan
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -187,9 +188,12 @@ def test_a_cut_that_trusts_its_sum_in_fp32_shows(monkeypatch: pytest.MonkeyPatch
     assert decided_by_rounding_in_fp32() > 10
 
 
-@pytest.fixture(params=["together", "one by one"])
+@pytest.fixture(params=["compiled", "together", "one by one"])
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of any length are cut without a sort: a group of rows in the same passes, or one by one from a sample."""
+    """Rows of any length are cut without a sort: by compiled code, a group of rows in the same passes, or one by one
+    from a sample."""
+    if request.param != "compiled":
+        monkeypatch.setattr(candidates, "compiled_module", lambda name: None)
     monkeypatch.setattr(filters, "SHORT_ROW", 0)
     monkeypatch.setattr(candidates, "LONG_ROW", 0 if request.param == "one by one" else 10**9)
     monkeypatch.setattr(long_row, "FEWEST_SAMPLED", 1)
@@ -253,12 +257,17 @@ def test_either_way_shows_if_it_trusts_its_sum_in_fp32(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("each_way")
 def test_a_cut_one_token_too_high_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, alone = candidates._last_removed, long_row.LongRow._lowest
+    compiled, together, alone = candidates._compiled_cuts, candidates._last_removed, long_row.LongRow._lowest
 
-    def one_higher(logits: Tensor, *args: Any) -> long_row.Numbers:
-        found = together(logits, *args)
+    def higher(logits: Tensor, found: long_row.Numbers) -> long_row.Numbers:
         kept = logits.masked_fill(~(logits > torch.from_numpy(found)[:, None]), inf)
         return np.where(np.isnan(found), found, kept.amin(1).numpy())
+
+    def one_higher(logits: Tensor, *args: Any) -> long_row.Numbers:
+        return higher(logits, together(logits, *args))
+
+    def one_higher_compiled(kernel: ModuleType, logits: long_row.Numbers, *args: Any) -> long_row.Numbers:
+        return higher(torch.from_numpy(logits), compiled(kernel, logits, *args))
 
     def one_higher_alone(row: long_row.LongRow, *args: Any) -> tuple[float, long_row.Numbers, Floats] | None:
         found = alone(row, *args)
@@ -267,6 +276,7 @@ def test_a_cut_one_token_too_high_shows(monkeypatch: pytest.MonkeyPatch) -> None
         lowest, descending, scores = found
         return float(scores[max(0, int((scores > lowest).sum()) - 1)]), descending, scores
 
+    monkeypatch.setattr(candidates, "_compiled_cuts", one_higher_compiled)
     monkeypatch.setattr(candidates, "_last_removed", one_higher)
     monkeypatch.setattr(long_row.LongRow, "_lowest", one_higher_alone)
     assert wrong_rows(normal, torch.float32) > 3
