@@ -8,9 +8,11 @@ from torch import Tensor
 from engine.device.staging import RoundNumbers
 from engine.sampling.adjustments import take
 from engine.sampling.candidates import NO_TOKENS, CutRows
-from engine.sampling.filters import Filters, cut_without_sorting, truncated_rows
+from engine.sampling.filters import SHORT_ROW, Filters, cut_without_sorting, truncated_rows
 from engine.sampling.noise import GumbelRace, are_finite
 from engine.types import SamplingParams
+
+TOKENS = 2 * SHORT_ROW  # of a row that is not sorted whole
 
 
 def draw_kept(
@@ -34,7 +36,6 @@ def draw_kept(
 
 def compile_draws() -> None:
     """Compile what draws on the CPU use, so that no request waits for it."""
-    logits, one = torch.zeros(1, 1), torch.ones(1, dtype=torch.int64)
-    race = GumbelRace(one, one, torch.ones(1, dtype=torch.float64), 1)
-    race.run(logits, [0])
-    cut_without_sorting(logits, Filters.make([SamplingParams(top_p=0.5)], 1, logits.device))
+    logits, one = torch.zeros(1, TOKENS), torch.ones(1, dtype=torch.int64)
+    GumbelRace(one, one, torch.ones(1, dtype=torch.float64), TOKENS).run(logits, [0])
+    cut_without_sorting(logits, Filters.make([SamplingParams(top_p=0.5)], TOKENS, logits.device))

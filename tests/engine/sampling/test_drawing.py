@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence as Seq
 from math import inf, nan
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine.models.compiled import compiled_module
 from engine.sampling import candidates, elementwise, filters, token_race
+from engine.sampling.kept_draws import compile_draws
 from engine.sampling.long_row import Doubles
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
 from engine.sampling.race import Bits, clocks_of
@@ -180,3 +183,18 @@ def test_exponentials_and_logarithms_are_those_of_torch(value: float) -> None:
     values = torch.tensor([value, 0.0, 1.0, -1.0])
     assert torch.allclose(elementwise.exp(values), values.exp(), rtol=1e-6, atol=1e-37, equal_nan=True)
     assert torch.allclose(elementwise.log(values), values.log(), rtol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_draws_need_is_compiled_before_the_first_one(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no Numba, nothing is."""
+    asked: list[str] = []
+
+    def module(name: str) -> ModuleType | None:
+        asked.append(name)
+        return compiled_module(name) if is_there else None
+
+    monkeypatch.setattr(token_race, "compiled_module", module)
+    monkeypatch.setattr(candidates, "compiled_module", module)
+    compile_draws()
+    assert sorted(set(asked)) == ["cpu_cuts", "cpu_race"]
