@@ -1,4 +1,4 @@
-"""Attention of few rows over blocks of KV memory on a CPU, compiled by Numba for the CPU that it runs on.
+"""Attention over blocks of KV memory on a CPU, compiled by Numba for the CPU that it runs on.
 
 torch's fused attention multiplies matrices. With one to some dozen queries per sequence it reads memory at a sixth of
 its speed, and bfloat16 slower still (docs/log.md has the figures). Here each key is read once, where it lies, for all

@@ -5,7 +5,7 @@ a row of 64 numbers. And it may add in another order for another number of rows.
 same bits however many rows are computed beside it.
 
 Numbers of 16 bits arrive as integers, since NumPy has no bfloat16: uint16 holds a bfloat16, int16 a float16. They are
-multiplied and added as fp32.
+widened to fp32, or bfloat16 is multiplied in pairs where the CPU does that; sums are fp32.
 """
 
 import hashlib
@@ -214,8 +214,8 @@ def load_pairs(builder: Any, address: Any, _stored: Any, count: int) -> Any:
 
 
 def add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a · b + c for bfloat16 numbers a and b: each number of c, fp32, gets the products of two neighbours. Numbers too
-    small for fp32's exponent become 0."""
+    """a · b + c for bfloat16 numbers a and b: each number of c, fp32, gets the products of two neighbours. Numbers
+    below the normal ones of fp32 count as 0, given or made."""
     name = f"llvm.x86.avx512bf16.dpbf16ps.{c.type.count * 32}"
     return builder.call(declared(builder, name, c.type, [c.type, a.type, b.type]), [c, a, b])
 

@@ -1,6 +1,6 @@
 """Products with weights for a few rows on a CPU, compiled by Numba for the CPU that it runs on.
 
-A few rows cost what reading the weights costs, if each weight is read once, in order, and widened in registers.
+A few rows cost what reading the weights costs, if each weight is read once, in order, and as it is stored.
 Libraries lay weights out for many rows, and read them for one at half of the memory's speed (docs/log.md).
 """
 

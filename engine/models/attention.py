@@ -1,10 +1,10 @@
 """Attention of packed, ragged queries over a KV cache's memory.
 
-A span is one sequence's tokens in a pass: a prefill chunk, one token, or 1 + k verification tokens. Short spans are
-computed by compiled code that reads the storage's blocks (cpu_attention.py), the others by torch's fused attention.
-There, and wherever that code is not at hand, short spans in neighbouring slots are computed by one batched call over a
-view of those slots, other spans alone. Only the attention of such a group is padded, never a matrix product. The
-storage decides whether K and V are copied for it.
+A span is one sequence's tokens in a pass: a prefill chunk, one token, or 1 + k verification tokens. Compiled code that
+reads the storage's blocks (cpu_attention.py) computes the spans of as many rows as pay, on many CPUs all of them, and
+torch's fused attention the others. There, and wherever that code is not at hand, short spans in neighbouring slots are
+computed by one batched call over a view of those slots, other spans alone. Only the attention of such a group is
+padded, never a matrix product. The storage decides whether K and V are copied for it.
 
 A layer with a sliding window reads the last keys of that view only; the mask hides what lies before a query's window.
 
@@ -80,7 +80,7 @@ def plan_attention(
     """Plan a pass. Spans are in packed order, one per slot; short spans should be sorted by slot.
 
     separate_to: compute each query by itself; no sequence has more positions than that. None: together.
-    reader: what computes short spans, and where a query must not depend on others all spans. None: torch does.
+    reader: what computes the spans that it takes, or all where a query must not depend on others. None: torch does.
     few_rows: a pass with at most so many rows is all the reader's.
     """
     trees = [s.parents for s in spans] != [None] * len(spans)

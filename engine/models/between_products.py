@@ -7,6 +7,8 @@ import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from hashlib import sha256
+from itertools import accumulate
 from time import perf_counter
 
 import torch
@@ -21,7 +23,7 @@ from engine.models.compiled_products import LEAST_CHANNELS, compiled_product
 from engine.models.cpu_attention import BlockReader
 from engine.models.decoder import Decoder
 from engine.models.layer import Layer, no_norm
-from engine.models.linear import BUCKETS, LayerGain
+from engine.models.linear import BUCKETS, GainSource, LayerGain
 from engine.models.mlp import GatedMLP
 from engine.models.rope import row_rotations
 from engine.models.spans import Span
@@ -34,7 +36,7 @@ KEYS = 64  # that attention sees, at most
 PASSING_NUMBERS = 1 << 20  # of float32: more than the cache of a core holds, mostly
 SAMPLE = (16384, 1024)  # of a weight: 64 MiB, beside which it takes no time to wake threads
 PRODUCTS = 4  # of a layer
-SHARED_NUMBERS = 1 << 16  # torch's threads share an operation on so many
+SHARED_NUMBERS = 1 << 15  # torch's threads share an operation on so many for each
 REST_S = 100e-6  # in which torch's threads fall asleep: they wait actively for 5 µs (engine.IDLE_WORKERS_SPIN)
 
 
@@ -53,10 +55,13 @@ def tell_gains(decoder: Decoder) -> None:
     """Let the products of compiled layers find out what these gain."""
     if not isinstance(decoder.few_rows, CompiledLayers):
         return
-    gain = cache(partial(_layer_gain, decoder, decoder.few_rows.layer_bytes))
+    shapes = [tuple(product.shape) for product in products_of(decoder.layers[0])]
+    name = sha256(repr((decoder.config.head_sizes, decoder.config.traits, shapes)).encode()).hexdigest()[:8]
+    gain = GainSource(name, cache(partial(_layer_gain, decoder, decoder.few_rows.layer_bytes)))
     for layer in decoder.layers:
         for product in products_of(layer):
-            product.layer_gain = gain
+            if product.given is not None:
+                product.layer_gain = gain
 
 
 def compile_layers(decoder: Decoder) -> None:
@@ -75,26 +80,31 @@ def compile_layers(decoder: Decoder) -> None:
 @torch.inference_mode()
 def _layer_gain(decoder: Decoder, layer_bytes: int) -> LayerGain:
     wake_s = _seconds_to_wake()
-    saved = [_seconds_between(decoder, rows) / PRODUCTS + wake_s for rows in BUCKETS[:-1]]
-    threads = [_gain_of_threads(layer_bytes, rows) for rows in BUCKETS[:-1]]
-    return LayerGain((*saved, 0.0), (*threads, 1.0))
+    few = [_seconds_between(decoder, rows) / PRODUCTS + wake_s for rows in BUCKETS[:-2]]
+    # With more rows it is arithmetic, which compiled layers do as well.
+    return LayerGain((*few, few[-1], 0.0), (*_gains_of_threads(layer_bytes), 1.0))
 
 
-def _gain_of_threads(layer_bytes: int, rows: int) -> float:
-    """How many times as fast the threads that share a layer multiply so many rows as one does, once they are awake.
-    With few rows they share the speed of the memory, with many each has a core's speed."""
-    if parts_of(layer_bytes) == 1:
-        return 1.0
-    product, x = compiled_product(torch.ones(SAMPLE), None), torch.ones(rows, SAMPLE[1])
-    seconds: tuple[list[float], list[float]] = ([], [])
+def _gains_of_threads(layer_bytes: int) -> list[float]:
+    """How many times as fast the threads that share a layer multiply as one does, once they are awake, for BUCKETS but
+    the last. With few rows they share the speed of the memory, with many each has a core's speed.
+
+    All numbers of rows take turns, so that other work for a moment disturbs one turn of each.
+    """
+    parts, sizes = parts_of(layer_bytes), BUCKETS[:-1]
+    if parts == 1:
+        return [1.0] * len(sizes)
+    product, seconds = compiled_product(torch.ones(SAMPLE), None), [(list[float](), list[float]()) for _ in sizes]
+    inputs = [torch.ones(rows, SAMPLE[1]) for rows in sizes]
     for _ in range(GAIN_RUNS):
-        for spent, alone in zip(seconds, (False, True), strict=True):
-            began = perf_counter()
-            with one_part() if alone else nullcontext():
-                product(x)
-            spent.append(perf_counter() - began)
-    together, by_itself = map(lower_quartile, seconds)
-    return max(1.0, by_itself / together)
+        for x, both in zip(inputs, seconds, strict=True):
+            for spent, alone in zip(both, (False, True), strict=True):
+                began = perf_counter()
+                with one_part() if alone else nullcontext():
+                    product(x)
+                spent.append(perf_counter() - began)
+    gains = [min(by_itself) / min(together) for together, by_itself in seconds]
+    return [min(parts, max(1.0, gain)) for gain in accumulate(gains, max)]
 
 
 def _seconds_to_wake() -> float:
@@ -102,7 +112,7 @@ def _seconds_to_wake() -> float:
     after the other find them awake."""
     if torch.get_num_threads() == 1:
         return 0.0
-    numbers, seconds = torch.zeros(SHARED_NUMBERS), (list[float](), list[float]())
+    numbers, seconds = torch.zeros(SHARED_NUMBERS * torch.get_num_threads()), (list[float](), list[float]())
     for _ in range(RUNS):
         rested = perf_counter() + REST_S
         while perf_counter() < rested:

@@ -44,6 +44,13 @@ class LayerGain(NamedTuple):
     threads: tuple[float, ...]  # threads that share a layer make it faster by this factor, for each of BUCKETS
 
 
+class GainSource(NamedTuple):
+    """What measures the gain of the compiled layers that a product belongs to."""
+
+    name: str  # the same for layers of the same structure
+    measure: Callable[[], LayerGain]
+
+
 class Product(Protocol):
     """y = x Wᵀ + b for x [rows, in] → [rows, out]."""
 
@@ -62,7 +69,7 @@ class Linear:
         packed where oneDNN can. Empty: `use` chooses later."""
         self.given: Given | None = weight  # until it is laid out
         self.shape = weight.shape  # [out, in]
-        self.layer_gain: Callable[[], LayerGain] | None = None  # measures it; None: no compiled layer has the product
+        self.layer_gain: GainSource | None = None  # None: no compiled layer has the product
         self.bias = bias
         self.forms: dict[ProductForm, Laid] = {}
         if choice is None or choice:

@@ -26,6 +26,7 @@ from engine.models.linear import (
     BUCKETS,
     COMPILED,
     FormChoice,
+    GainSource,
     Given,
     LayerGain,
     Linear,
@@ -141,6 +142,8 @@ def best_layers(
     """
     (compiled,) = {form for forms in times.values() for form in forms if form in COMPILED}
     others = {shape: {f: spent for f, spent in forms.items() if f != compiled} for shape, forms in times.items()}
+    if not all(others.values()):
+        return dict.fromkeys(times, (compiled,))
 
     def forms_up_to(end: int) -> dict[ProductShape, FormChoice]:
         """With compiled layers for the first `end` buckets."""
@@ -238,10 +241,11 @@ def _known_or_measured(
 
 def _key(shape: ProductShape, members: Sequence[Linear]) -> str:
     """What names a shape's times in the file. Those of layers are taken in another way."""
-    return str(shape) if _gain_of(members) is None else f"{shape} in layers"
+    source = _gain_of(members)
+    return str(shape) if source is None else f"{shape} in layers {source.name}"
 
 
-def _gain_of(members: Sequence[Linear]) -> Callable[[], LayerGain] | None:
+def _gain_of(members: Sequence[Linear]) -> GainSource | None:
     """What measures the gain of the compiled layers that these products belong to; None: they belong to none."""
     first = members[0]
     return first.layer_gain if set(COMPILED) & set(usable_forms(_given(first))) else None
@@ -289,8 +293,8 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
     }
     fastest, second = sorted(sweeps)[:2]
     for shape, members in groups.items():
-        if gain := _gain_of(members):
-            times[shape] = with_layers(times[shape], gain())
+        if source := _gain_of(members):
+            times[shape] = with_layers(times[shape], source.measure())
     return Measurement(times, second <= STEADY * fastest)
 
 

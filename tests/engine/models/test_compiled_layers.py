@@ -351,6 +351,14 @@ def test_without_numba_torch_computes_all_passes(
     assert layers_for_few_rows(decoder.layers, decoder.config, decoder.rotations, decoder.dtype, CPU) is None
 
 
+def let_choose(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the forms of its products be chosen anew. Other tests have the same decoder."""
+    for layer in decoder.layers:
+        for product in products_of(layer):
+            monkeypatch.setattr(product, "given", torch.empty(0))
+            monkeypatch.setattr(product, "layer_gain", None)
+
+
 def test_what_compiled_layers_save_is_measured(
     checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,9 +366,10 @@ def test_what_compiled_layers_save_is_measured(
     decoder, real = load_alone(checkpoint("llama"), torch.float32), RMSNorm.__call__
 
     def saved() -> Sequence[float]:
+        let_choose(decoder, monkeypatch)
         tell_gains(decoder)
         products = [product for layer in decoder.layers for product in products_of(layer)]
-        (gain,) = {product.layer_gain() for product in products if product.layer_gain is not None}
+        (gain,) = {product.layer_gain.measure() for product in products if product.layer_gain is not None}
         assert set(gain.threads) == {1}
         return gain.saved_s
 
@@ -389,9 +398,12 @@ def test_what_torch_waits_for_its_threads_is_saved_too(
     decoder = load_alone(checkpoint("llama"), torch.float32)
     monkeypatch.setattr(between_products, "_seconds_to_wake", lambda: 10.0)
     tell_gains(decoder)
+    assert products_of(decoder.layers[0])[0].layer_gain is None, "its form is chosen"
+    let_choose(decoder, monkeypatch)
+    tell_gains(decoder)
     gain = products_of(decoder.layers[0])[0].layer_gain
     assert gain is not None
-    assert all(10 < saved_s < 11 for saved_s in gain().saved_s[:-1])
+    assert all(10 < saved_s < 11 for saved_s in gain.measure().saved_s[:-1])
 
 
 def test_an_unknown_attention_is_left_to_the_layers_of_torch(checkpoint: Callable[[str], str]) -> None:

@@ -14,6 +14,7 @@ from engine.models.compiled import parts_of
 from engine.models.int8_products import int8_forms
 from engine.models.linear import (
     BUCKETS,
+    GainSource,
     Given,
     Laid,
     LayerGain,
@@ -23,7 +24,15 @@ from engine.models.linear import (
     product_of,
     usable_forms,
 )
-from engine.models.product_choice import MIN_SWEEPS, ProductShape, TimedCall, best_choice, choose_forms, describe
+from engine.models.product_choice import (
+    MIN_SWEEPS,
+    ProductShape,
+    TimedCall,
+    best_choice,
+    best_layers,
+    choose_forms,
+    describe,
+)
 from engine.models.product_times import TimesFile
 from engine.models.quantize import quantise_weight
 from engine.profiling.kept_files import cache_folder
@@ -190,10 +199,11 @@ def test_a_compiled_layer_gains_more_than_its_products_say(saved_us: float, thre
 
 
 def put_in_layers(
-    made: Sequence[Linear], saved_us: float = 0.0, threads: Sequence[float] = (1.0,) * len(BUCKETS)
+    made: Sequence[Linear], saved_us: float = 0.0, threads: Sequence[float] = (1.0,) * len(BUCKETS), name: str = "one"
 ) -> None:
+    gain = LayerGain((saved_us * 1e-6,) * len(BUCKETS), tuple(threads))
     for product in made:
-        product.layer_gain = lambda: LayerGain((saved_us * 1e-6,) * len(BUCKETS), tuple(threads))
+        product.layer_gain = GainSource(name, lambda: gain)
 
 
 def test_the_products_of_a_layer_are_compiled_together() -> None:
@@ -258,6 +268,15 @@ def test_what_layers_gain_is_kept_with_the_times_that_it_was_measured_with(tmp_p
         choose_forms(made, cache=tmp_path, timed=Machine({24: script}))
         assert chosen(made) == ["compiled"] * 2
         assert made[0].layer_gain is None
+    other = products(24, 24)
+    put_in_layers(other, 0.0, name="another structure")
+    choose_forms(other, cache=tmp_path, timed=Machine({24: script}))
+    assert chosen(other) == ["packed"] * 2
+
+
+def test_layers_with_one_form_have_it() -> None:
+    shape = ProductShape(24, 16, False)
+    assert best_layers({shape: {"compiled_int8": FLAT}}, {shape: 2}) == {shape: ("compiled_int8",)}
 
 
 @pytest.mark.parametrize("in_layers", [True, False])
