@@ -12,6 +12,7 @@ import numpy as np
 from engine.kernels.cpu_code import VECTOR_BYTES, compiled
 from engine.kernels.cpu_exponentials import NOTHING, weigh
 
+# As in long_row.py. A change of other files than cpu_*.py does not compile this anew, so it has its own constants.
 OPERATIONS = 3  # on the way to an exponent
 EXP_ERROR = 8  # bound on the relative error of an exponential, in units of an operation's rounding
 MASS_MARGIN = 1e-3  # relative margin of a mass, for rounding in fp32
@@ -32,6 +33,15 @@ def in_order(bits: Any, count: int, keys: Any) -> None:
     for i in range(count):
         number = np.int64(bits[i])
         keys[i] = number if number >= 0 else -(number & 0x7FFFFFFF)
+
+
+@compiled
+def mass_of(masses: Any, count: int) -> float:
+    """The sum of the first masses."""
+    total = 0.0
+    for i in range(count):
+        total += masses[i]
+    return total
 
 
 @compiled
@@ -70,13 +80,15 @@ def cut_point(keys: Any, masses: Any, count: int, wanted: float) -> int:
 
 
 @compiled
-def lowest_kept(held: Any, keys: Any, count: int, cut: int, temperature: float, floor: float) -> Any:
-    """(the lowest logit from the cut on with the score `floor` or more, whether no other logit has the cut's score)."""
-    best, own, lowest = held[0], held[0], np.float32(np.inf)
+def lowest_kept(tokens: Any, count: int, cut: int, temperature: float, floor: float) -> Any:
+    """(the lowest logit from the cut on with the score `floor` or more, the mass of a token at the cut, whether no
+    other logit has the cut's score). tokens: (logits, masses, keys)."""
+    held, masses, keys = tokens
+    best, own, lowest, mass = held[0], held[0], np.float32(np.inf), masses[0]
     for i in range(count):
         best = max(best, held[i])
         if keys[i] == cut:
-            own = held[i]
+            own, mass = held[i], masses[i]
     top, alone = np.float64(best), True
     score = (np.float64(own) - top) / temperature
     for i in range(count):
@@ -85,7 +97,7 @@ def lowest_kept(held: Any, keys: Any, count: int, cut: int, temperature: float, 
             alone = False
         if keys[i] >= cut and other >= floor:
             lowest = min(lowest, held[i])
-    return lowest, alone
+    return lowest, mass, alone
 
 
 @compiled
@@ -113,31 +125,12 @@ def cut_rows(logits: Any, cuts: Any, room: Any, rounding: float, lowest: Any) ->
         if count == 0 or not np.isfinite(total):
             continue
         in_order(held.view(np.int32), count, keys)
-        if not mass_from(keys, kept, count, keys[:count].min()) >= p * total:
+        if not mass_of(kept, count) >= p * total:
             continue
         cut = cut_point(keys, kept, count, p * total)
         without, inside = mass_from(keys, kept, count, cut + 1), mass_from(keys, kept, count, cut)
         error = share_error(p, abs(largest), vocab) * rounding
+        found, mass, alone = lowest_kept((held, kept, keys), count, cut, temperatures[row], floors[row])
         clear = without / total + error < p < inside / total - error
-        if not (clear and least_mass(keys, kept, count, cut) > (1 + 2 * MASS_MARGIN) * smallest):
-            continue
-        found, alone = lowest_kept(held, keys, count, cut, temperatures[row], floors[row])
-        if alone:
+        if clear and alone and mass > (1 + 2 * MASS_MARGIN) * smallest:
             lowest[row] = found
-
-
-@compiled
-def mass_of(masses: Any, count: int) -> float:
-    total = 0.0
-    for i in range(count):
-        total += masses[i]
-    return total
-
-
-@compiled
-def least_mass(keys: Any, masses: Any, count: int, cut: int) -> float:
-    """The mass of a token at the cut."""
-    for i in range(count):
-        if keys[i] == cut:
-            return np.float64(masses[i])
-    return 0.0

@@ -30,8 +30,8 @@ Laid = Tensor | Int8Weight
 FORMS: tuple[ProductForm, ...] = get_args(ProductForm)
 AS_STORED: tuple[ProductForm, ...] = ("plain", "compiled")  # forms that share one memory
 COMPILED: tuple[ProductForm, ...] = ("compiled", "compiled_int8")
-# Largest number of rows of each bucket. The last one holds all larger numbers too. Some kernels become twice as fast at
-# 16 rows, so 15 ends a bucket.
+# Largest number of rows of each bucket, at which forms are measured. The last one holds all larger numbers too. Some
+# kernels become twice as fast at 16 rows, and code that is fast for 40 may be slow for a prompt.
 BUCKETS = (1, 2, 3, 5, 9, 15, 40, 96)
 FormChoice = Sequence[ProductForm]  # a form for each bucket
 

@@ -269,6 +269,7 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
     """
     sample = _Sample(groups, model_bytes)
     sample.warm_up()
+    gains = {shape: source for shape, members in groups.items() if (source := _gain_of(members)) is not None}
     seconds: dict[tuple[ProductShape, ProductForm, int], list[float]] = {}
     sweeps: list[float] = []
     deadline = perf_counter() + BUDGET_S
@@ -280,8 +281,7 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
                     call()
             for shape, call in sample.calls(form, BUCKETS[i]):
                 # Threads of a compiled layer are woken once, so a product that wakes them says nothing.
-                in_layer = form in COMPILED and _gain_of(groups[shape]) is not None
-                alone = in_layer and i < len(BUCKETS) - 1
+                alone = form in COMPILED and shape in gains and i < len(BUCKETS) - 1
                 with one_part() if alone else nullcontext():
                     each = timed(shape, form, BUCKETS[i], call)
                 seconds.setdefault((shape, form, i), []).append(each)
@@ -292,9 +292,7 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
         for shape in groups
     }
     fastest, second = sorted(sweeps)[:2]
-    for shape, members in groups.items():
-        if source := _gain_of(members):
-            times[shape] = with_layers(times[shape], source.measure())
+    times |= {shape: with_layers(times[shape], source.measure()) for shape, source in gains.items()}
     return Measurement(times, second <= STEADY * fastest)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, cycle
+from itertools import accumulate, chain, cycle
 from pathlib import Path
 from time import sleep
 from typing import Any, cast
@@ -404,6 +404,21 @@ def test_what_torch_waits_for_its_threads_is_saved_too(
     gain = products_of(decoder.layers[0])[0].layer_gain
     assert gain is not None
     assert all(10 < saved_s < 11 for saved_s in gain.measure().saved_s[:-1])
+
+
+def test_more_rows_share_threads_at_least_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted clock: what threads take together and one alone, for each number of rows. A disturbed turn says nothing,
+    and threads beyond those that share a layer gain nothing."""
+    together, alone = [1.0] * 7, [1.2, 1.5, 1.3, 1.6, 0.9, 2.5, 1.9]
+    turn = [(0.0, a, 0.0, b) for a, b in zip(together, alone, strict=True)]
+    disturbed = [(0.0, 50.0, 0.0, b) for b in alone]
+    passed = accumulate(chain.from_iterable([*disturbed, *turn * (between_products.GAIN_RUNS - 1)]))
+    monkeypatch.setattr(between_products, "perf_counter", lambda: next(passed))
+    monkeypatch.setattr(between_products, "compiled_product", lambda weight, bias: lambda x: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    gains = between_products._gains_of_threads(compiled_code.PART_BYTES)
+    assert gains == pytest.approx([1.2, 1.5, 1.5, 1.6, 1.6, 2.0, 2.0])
+    assert between_products._gains_of_threads(compiled_code.PART_BYTES - 1) == [1.0] * 7
 
 
 def test_an_unknown_attention_is_left_to_the_layers_of_torch(checkpoint: Callable[[str], str]) -> None:
