@@ -3,39 +3,19 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-import torch
 from torch import Tensor
 
-from cache.transfer import index_tensor
 from engine.device.staging import Staged
 from engine.drafters.base import Draft, DraftBatch
 from engine.kernels import laws as law_kernels
-from engine.sampling import acceptance
 from engine.trees import Parents
 
 
-def draft_laws(draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
+def draft_laws(batch: DraftBatch, draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
     """log q [N, K, vocab] of the drafts [N, K] of these sequences, in the dtype and vocabulary of logp.
 
     A draft without a law gets a one-hot one: see acceptance.fill_one_hot().
     """
-    count, depth = drafts.shape
-    vocab = logp.shape[-1]
-    logq = logp.new_full((count, depth, vocab), -torch.inf)
-    pairs = [(n, draft.logq_rows[i]) for n, i in enumerate(indices) if i in draft.logq_rows]
-    if pairs and draft.logq is not None:
-        (rows, sources), laws = zip(*pairs, strict=True), draft.logq[:, :depth, :vocab]
-        # Ids beyond the target's vocabulary are cut off: p excludes them.
-        if rows == tuple(range(count)) and sources == tuple(range(len(laws))):
-            logq[:, :, : laws.shape[-1]] = laws
-        else:
-            of_rows, of_sources = index_tensor(rows + sources, logp.device).view(2, -1).unbind(0)
-            logq[of_rows, :, : laws.shape[-1]] = laws[of_sources].to(logp.dtype)
-    return acceptance.fill_one_hot(logq, drafts)
-
-
-def device_draft_laws(batch: DraftBatch, draft: Draft, indices: Seq[int], drafts: Tensor, logp: Tensor) -> Tensor:
-    """As draft_laws(), by one operation."""
     if draft.logq is None:
         return law_kernels.draft_laws(None, None, drafts, logp)
     rows = [draft.logq_rows.get(i, law_kernels.NO_LAW) for i in indices]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.device.staging import Staged
-from engine.draft_laws import device_draft_laws, draft_laws, expected_law_rows, put_law_rows
+from engine.draft_laws import draft_laws, expected_law_rows, put_law_rows
 from engine.drafters.base import Draft, DraftBatch
 from engine.kernels.decide import decide_chains
 from engine.kernels.decide_trees import decide_trees
@@ -172,24 +172,15 @@ def _reject_or_block(
             drafts = drafts[sampler.numbers.index(indices).tensor]
         logp = padded(laws, ks)
         shapes = _shapes(draft.trees, draft.ks, indices) if verifier == "rejection" else []
-        if verifier == "typical":
-            logq = None
-        elif _on_device(batch):
-            logq = device_draft_laws(batch, draft, indices, drafts, logp)
-        else:
-            logq = draft_laws(draft, indices, drafts, logp)
-        legal = drafts if _on_device(batch) else drafts.clamp(0, logits.shape[-1] - 1)
+        logq = None if verifier == "typical" else draft_laws(batch, draft, indices, drafts, logp)
         if logq is None:
             shapes = _all_shapes(draft.trees, draft.ks, indices)
             decided = _judge_typical(batch, indices, logp, drafts, shapes)
         elif shapes:
             reject = _reject_trees_in_one if _on_device(batch) else _reject_trees
-            decided = reject(batch, indices, logp, logq, legal, shapes)
-        elif _on_device(batch):
-            decided = _decide_in_one(batch, indices, logp, logq, drafts, ks, verifier)
+            decided = reject(batch, indices, logp, logq, drafts, shapes)
         else:
-            decide = _block if verifier == "block" else _reject
-            decided = decide(batch, indices, logp, logq, legal, ks)
+            decided = _decide_chains(batch, indices, logp, logq, drafts, ks, verifier)
     # A NaN in an earlier row makes these weights NaN too: rejection stops at that row, block multiplies it on.
     finite = decided.weights.amax(1).abs() < torch.inf
     emitted = sampler.emit(decided.weights, indices, decided.accepted)
@@ -206,22 +197,7 @@ class Decided(NamedTuple):
     overlaps: Tensor | None  # [N, K]
 
 
-def _reject(batch: DraftBatch, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Decided:
-    lenience = _lenience(batch, indices)
-    law = acceptance.rejection(logp, logq, drafts, ks, lenience)
-    accepted = acceptance.first_failure(law.chances, batch.sampler.coins(indices, max(ks)))
-    weights = acceptance.emitted_law(logp, logq, law.log_scales, accepted, ks)
-    return Decided(accepted, accepted, weights, acceptance.overlaps(logp, logq, lenience))
-
-
-def _block(batch: DraftBatch, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, ks: Seq[int]) -> Decided:
-    law = acceptance.block(logp, logq, drafts, ks)
-    accepted = acceptance.last_success(law.chances, batch.sampler.coins(indices, max(ks)))
-    weights = acceptance.emitted_law(logp, logq, law.log_scales, accepted, ks)
-    return Decided(accepted, accepted, weights, acceptance.overlaps(logp, logq))
-
-
-def _decide_in_one(
+def _decide_chains(
     batch: DraftBatch,
     indices: Seq[int],
     logp: Tensor,
@@ -230,7 +206,7 @@ def _decide_in_one(
     ks: Seq[int],
     verifier: Way,
 ) -> Decided:
-    """As _block() or _reject(), by one operation."""
+    """By rejection or block verification."""
     lenience = None if verifier == "block" else _lenience(batch, indices)
     keys, positions = batch.sampler.coin_numbers(indices)
     lengths = batch.sampler.numbers.index(ks).tensor
@@ -242,7 +218,7 @@ def _reject_trees(
     batch: DraftBatch, indices: Seq[int], logp: Tensor, logq: Tensor, drafts: Tensor, shapes: Seq[Parents]
 ) -> Decided:
     table, lenience = TreeTable.of(shapes, batch.sampler.numbers), _lenience(batch, indices)
-    law = tree_acceptance.rejection(logp, logq, drafts, table, lenience)
+    law = tree_acceptance.rejection(logp, logq, drafts.clamp(0, logp.shape[-1] - 1), table, lenience)
     coins = batch.sampler.tree_coins(indices, shapes)
     last_rows = tree_acceptance.walk(coins < law.chances, table)[:, -1]
     weights = tree_acceptance.emitted_law(law, logq, table, last_rows)

@@ -1,4 +1,4 @@
-"""Exponentials of rows in explicit vectors, for code that Numba compiles (cpu_attention.py, cpu_layers.py)."""
+"""Exponentials and logarithms in explicit vectors, for code that Numba compiles (cpu_attention.py, cpu_laws.py, …)."""
 
 from typing import Any
 
@@ -31,6 +31,12 @@ POWERS = (
     *(1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3),
     *(4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
 )
+# Cephes' logf: log(1 + m) = m − m² / 2 + m³ · p(m), 1 + m from √½ to √2. Coefficients of p from the highest power on.
+LOG_POWERS = (
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
+ROOT_HALF = 0.70710678
 LN_2, LN_2_REST = 0.693359375, -2.12194440e-4  # their sum is ln 2
 PER_LN_2 = 1.44269504
 
@@ -40,6 +46,21 @@ def exponential(builder: Any, x: Any) -> Any:
     kind = x.type
     if isinstance(kind.element, ir.DoubleType):
         return builder.call(declared(builder, f"llvm.exp.v{kind.count}f64", kind, [kind]), [x])
+    r, p, power = _parts(builder, x)
+    one = ir.Constant(kind, [1.0] * kind.count)
+    return builder.fmul(multiply_add(builder, builder.fmul(r, r), p, builder.fadd(r, one)), power)
+
+
+def exponential_less_one(builder: Any, x: Any) -> Any:
+    """exp(x) − 1 of a vector in fp32, which is precise for small x, too. NaN stays."""
+    r, p, power = _parts(builder, x)
+    rest = builder.fadd(power, ir.Constant(x.type, [-1.0] * x.type.count))
+    return multiply_add(builder, multiply_add(builder, builder.fmul(r, r), p, r), power, rest)
+
+
+def _parts(builder: Any, x: Any) -> tuple[Any, Any, Any]:
+    """(r, p(r), 2ⁿ) of a vector in fp32, where exp(x) = 2ⁿ · exp(r)."""
+    kind = x.type
 
     def every(number: float) -> Any:
         return ir.Constant(kind, [number] * kind.count)
@@ -51,11 +72,35 @@ def exponential(builder: Any, x: Any) -> Any:
     p = every(POWERS[0])
     for coefficient in POWERS[1:]:
         p = multiply_add(builder, p, r, every(coefficient))
-    near = multiply_add(builder, builder.fmul(r, r), p, builder.fadd(r, every(1.0)))
     wide = ir.VectorType(ir.IntType(32), kind.count)
     exponent = builder.add(builder.fptosi(n, wide), ir.Constant(wide, [127] * kind.count))
     power = builder.bitcast(builder.shl(exponent, ir.Constant(wide, [23] * kind.count)), kind)
-    return builder.fmul(near, power)
+    return r, p, power
+
+
+def logarithm(builder: Any, x: Any) -> Any:
+    """log of a vector of normal fp32 numbers above 0."""
+    count = x.type.count
+    wide = ir.VectorType(ir.IntType(32), count)
+
+    def every(number: float) -> Any:
+        return ir.Constant(x.type, [number] * count)
+
+    def whole(number: int) -> Any:
+        return ir.Constant(wide, [number] * count)
+
+    bits = builder.bitcast(x, wide)
+    exponent = builder.sitofp(builder.sub(builder.lshr(bits, whole(23)), whole(126)), x.type)
+    half = builder.bitcast(builder.or_(builder.and_(bits, whole(0x7FFFFF)), whole(0x3F000000)), x.type)
+    small = builder.fcmp_ordered("<", half, every(ROOT_HALF))
+    exponent = builder.select(small, builder.fsub(exponent, every(1)), exponent)
+    m = builder.fsub(builder.select(small, builder.fadd(half, half), half), every(1))
+    square, p = builder.fmul(m, m), every(LOG_POWERS[0])
+    for coefficient in LOG_POWERS[1:]:
+        p = multiply_add(builder, p, m, every(coefficient))
+    rest = multiply_add(builder, exponent, every(LN_2_REST), builder.fmul(builder.fmul(p, m), square))
+    rest = multiply_add(builder, square, every(-0.5), rest)
+    return multiply_add(builder, exponent, every(LN_2), builder.fadd(m, rest))
 
 
 @emitted

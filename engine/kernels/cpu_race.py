@@ -5,7 +5,6 @@ found. The caller computes their noise in fp64 and decides.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from engine.kernels.cpu_code import (
     index,
     load,
     multiply_add,
-    over_row,
     picked,
     row_of,
     spread,
@@ -30,49 +28,19 @@ from engine.kernels.cpu_code import (
     totals_of,
     width_of,
 )
-from engine.kernels.cpu_exponentials import LN_2, LN_2_REST
+from engine.kernels.cpu_exponentials import logarithm
+from engine.kernels.cpu_reductions import keep_largest, larger, largest_of
 from engine.sampling.hashing import GOLDEN, MASK, STEPS
 
 FLOAT, INTEGER = ir.FloatType(), ir.IntType(32)
 NUMBERS = VECTOR_BYTES // 4  # of a vector
 UNIFORM_BITS = 52  # as noise.py takes them of a hash
-# Cephes' logf: log(1 + m) = m − m² / 2 + m³ · p(m), 1 + m from √½ to √2. Coefficients of p from the highest power on.
-POWERS = (
-    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
-    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
-)
-ROOT_HALF = 0.70710678
 NOISE_ERROR = 1e-3  # bound on the error of a token's noise, with much to spare: 5e-7 was found in 262,144 tokens
 ROUNDING = 1e-6  # bound on the error of a sum, relative to its largest part
 MOST_NOISE = 40.0  # more than the size of any noise
 MOST_LOST = 4.0  # more than the noise of any token takes from its score: −log(53 · log 2), and the errors above
 LEAST_TEMPERATURE = 1e-30  # below it products in fp32 lose digits
 LARGEST_SCORE = 1e6  # over the temperature: beyond it rounding may hide the noise
-
-
-def logarithm(builder: Any, x: Any) -> Any:
-    """log of a vector of normal fp32 numbers above 0."""
-    count = x.type.count
-    wide = ir.VectorType(INTEGER, count)
-
-    def every(number: float) -> Any:
-        return ir.Constant(x.type, [number] * count)
-
-    def whole(number: int) -> Any:
-        return ir.Constant(wide, [number] * count)
-
-    bits = builder.bitcast(x, wide)
-    exponent = builder.sitofp(builder.sub(builder.lshr(bits, whole(23)), whole(126)), x.type)
-    half = builder.bitcast(builder.or_(builder.and_(bits, whole(0x7FFFFF)), whole(0x3F000000)), x.type)
-    small = builder.fcmp_ordered("<", half, every(ROOT_HALF))
-    exponent = builder.select(small, builder.fsub(exponent, every(1)), exponent)
-    m = builder.fsub(builder.select(small, builder.fadd(half, half), half), every(1))
-    square, p = builder.fmul(m, m), every(POWERS[0])
-    for coefficient in POWERS[1:]:
-        p = multiply_add(builder, p, m, every(coefficient))
-    rest = multiply_add(builder, exponent, every(LN_2_REST), builder.fmul(builder.fmul(p, m), square))
-    rest = multiply_add(builder, square, every(-0.5), rest)
-    return multiply_add(builder, exponent, every(LN_2), builder.fadd(m, rest))
 
 
 def hashes(builder: Any, key: Any, first: Any, count: int) -> Any:
@@ -136,19 +104,18 @@ def run(_context: Any, scores: Any, row: Any, key: Any, temperature: Any, above:
         width, done = width_of(context, builder, scores, array), cgutils.alloca_once_value(builder, index(0))
 
         def see(x: Any, count: int, top: Any) -> None:
-            _keep_largest(builder, top, load(builder, score_at(x), types.float32, count))
+            keep_largest(builder, top, load(builder, score_at(x), types.float32, count))
 
-        best = _largest_of(builder, width, see)
+        best = largest_of(builder, width, FLOAT, NUMBERS, see)
         floor, inexact = _lowest_end(builder, best, heat)
+        lowest = builder.fsub(spread(builder, floor, NUMBERS), spread(builder, inexact, NUMBERS))
+        to_beat = cgutils.alloca_once_value(builder, lowest)  # the same number NUMBERS times
 
         def race(x: Any, count: int, top: Any) -> None:
             score, bits = load(builder, score_at(x), types.float32, count), hashes(builder, of_row, x, count)
             warmth, nothing = spread(builder, heat, count), ir.Constant(score.type, [-math.inf] * count)
             runs = builder.fcmp_ordered(">", score, spread(builder, limit, count))
-            so_far = builder.load(top) if count > 1 else picked(builder, builder.load(top), [0])
-            bound = builder.fsub(
-                _larger(builder, so_far, spread(builder, floor, count)), spread(builder, inexact, count)
-            )
+            bound = picked(builder, builder.load(to_beat), range(count))
             near = builder.fcmp_ordered(">=", multiply_add(builder, warmth, most_noise(builder, bits), score), bound)
             some = builder.bitcast(builder.and_(runs, near), ir.IntType(count))
             with builder.if_then(builder.icmp_unsigned("!=", some, ir.Constant(some.type, 0)), likely=False):
@@ -158,20 +125,15 @@ def run(_context: Any, scores: Any, row: Any, key: Any, temperature: Any, above:
                 noise = builder.fneg(logarithm(builder, clock(builder, bits)))
                 value = builder.select(runs, multiply_add(builder, warmth, noise, score), nothing)
                 store(builder, value, sum_at(x), 4)
-                _keep_largest(builder, top, value)
+                keep_largest(builder, top, value)
+                ahead = totals_of(builder, [builder.load(top)], partial(larger, builder))
+                ahead = builder.fsub(picked(builder, ahead, [0] * NUMBERS), spread(builder, inexact, NUMBERS))
+                builder.store(larger(builder, ahead, lowest), to_beat)
 
-        largest = _largest_of(builder, width, race)
+        largest = largest_of(builder, width, FLOAT, NUMBERS, race)
         return context.make_tuple(builder, returned, [largest, best, builder.load(done)])
 
     return returned(scores, types.intp, types.uint64, types.float32, types.float32, sums, vectors), code
-
-
-def _largest_of(builder: Any, width: Any, emit: Callable[[Any, int, Any], None]) -> Any:
-    """The largest number in a variable of NUMBERS numbers behind emit(x, count, the variable) for a whole row."""
-    top = cgutils.alloca_once_value(builder, ir.Constant(ir.VectorType(FLOAT, NUMBERS), [-math.inf] * NUMBERS))
-    over_row(builder, width, NUMBERS, lambda x, count: emit(x, count, top))
-    largest = totals_of(builder, [builder.load(top)], partial(_larger, builder))
-    return builder.extract_element(largest, ir.Constant(INTEGER, 0))
 
 
 def _lowest_end(builder: Any, best: Any, heat: Any) -> tuple[Any, Any]:
@@ -183,20 +145,6 @@ def _lowest_end(builder: Any, best: Any, heat: Any) -> tuple[Any, Any]:
     size = builder.select(builder.fcmp_ordered(">=", best, ir.Constant(FLOAT, 0)), best, builder.fneg(best))
     inexact = builder.fadd(times(size, 4 * ROUNDING), times(heat, 4 * (NOISE_ERROR + MOST_NOISE * ROUNDING)))
     return builder.fsub(best, times(heat, MOST_LOST)), inexact
-
-
-def _larger(builder: Any, a: Any, b: Any) -> Any:
-    """What is not a number stays."""
-    neither = ir.Constant(a.type, [math.nan] * a.type.count)
-    most = builder.select(builder.fcmp_ordered(">", a, b), a, b)
-    return builder.select(builder.fcmp_unordered("uno", a, b), neither, most)
-
-
-def _keep_largest(builder: Any, top: Any, given: Any) -> None:
-    """Let the variable hold the larger numbers of its vector and another one."""
-    if given.type.count == 1:
-        given = picked(builder, given, [0] * NUMBERS)
-    builder.store(_larger(builder, given, builder.load(top)), top)
 
 
 @compiled_exactly

@@ -1,13 +1,16 @@
 """The log-laws of rows and of drafts, and the check of a model's draws, each as one operation on the device.
 
-On CUDA they are the Triton kernels of laws_kernel.py. Elsewhere, and without Triton, they are the references: torch
-operations of fixed shapes that never wait for the device.
+On CUDA they are the Triton kernels of laws_kernel.py, on a CPU for fp32 the compiled code of cpu_laws.py. Elsewhere,
+without Triton or without Numba, they are the references: torch operations of fixed shapes that never wait for the
+device.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.kernels.operations import operation
+from engine.models.compiled import compiled_module
 from engine.sampling import acceptance
 from engine.sampling.filters import apply_temperature
 
@@ -18,7 +21,16 @@ def _log_law_shapes(scores: Tensor, temperatures: Tensor) -> Tensor:
     return torch.empty(scores.shape, dtype=_law_dtype(scores), device=scores.device)
 
 
-@operation("laws_kernel.log_law", shapes=_log_law_shapes)
+def _compiled_log_law(scores: Tensor, temperatures: Tensor) -> Tensor | None:
+    kernels = compiled_module("cpu_laws")
+    if kernels is None or scores.dtype is not torch.float32:
+        return None
+    laws = np.empty(scores.shape, np.float32)
+    kernels.log_laws(np.ascontiguousarray(scores.numpy()), temperatures.numpy(), laws)
+    return torch.from_numpy(laws)
+
+
+@operation("laws_kernel.log_law", compiled=_compiled_log_law, shapes=_log_law_shapes)
 def log_law(scores: Tensor, temperatures: Tensor) -> Tensor:
     """log softmax(scores / temperature) [R, vocab], in fp64 for scores in fp64, else in fp32.
 
@@ -41,7 +53,19 @@ def _draft_laws_shapes(laws: Tensor | None, sources: Tensor | None, drafts: Tens
     return logp.new_empty(*drafts.shape, logp.shape[-1])
 
 
-@operation("laws_kernel.draft_laws", shapes=_draft_laws_shapes)
+def _compiled_draft_laws(laws: Tensor | None, sources: Tensor | None, drafts: Tensor, logp: Tensor) -> Tensor | None:
+    kernels = compiled_module("cpu_laws")
+    if kernels is None or laws is None or not laws.dtype == logp.dtype == torch.float32:
+        return None
+    (count, depth), vocab = drafts.shape, logp.shape[-1]
+    logq = np.empty((count, depth, vocab), np.float32)
+    rows = np.arange(count) if sources is None else sources.numpy()
+    given = np.ascontiguousarray(laws.numpy()).reshape(-1, laws.shape[2]), laws.shape[1], rows
+    kernels.draft_laws(*given, np.ascontiguousarray(drafts.numpy()), logq.reshape(-1, vocab))
+    return torch.from_numpy(logq)
+
+
+@operation("laws_kernel.draft_laws", compiled=_compiled_draft_laws, shapes=_draft_laws_shapes)
 def draft_laws(laws: Tensor | None, sources: Tensor | None, drafts: Tensor, logp: Tensor) -> Tensor:
     """log q [N, K, vocab] of drafts [N, K] int64, in the type and vocabulary of logp [N, …, vocab].
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.device.staging import RoundNumbers
+from engine.kernels.decide import decide_chains
+from engine.kernels.laws import draft_laws, log_law
 from engine.sampling.adjustments import take
 from engine.sampling.candidates import NO_TOKENS, CutRows
 from engine.sampling.filters import SHORT_ROW, Filters, cut_without_sorting, truncated_rows
@@ -36,6 +38,8 @@ def draw_kept(
 
 def compile_draws() -> None:
     """Compile what draws on the CPU use, so that no request waits for it."""
-    logits, one = torch.zeros(1, TOKENS), torch.ones(1, dtype=torch.int64)
-    GumbelRace(one, one, torch.ones(1, dtype=torch.float64), TOKENS).run(logits, [0])
+    logits, one, warm = torch.zeros(1, TOKENS), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    GumbelRace(one, one, warm, TOKENS).run(logits, [0])
+    laws = log_law(logits, warm)[None]
+    decide_chains(laws.expand(1, 2, -1), draft_laws(laws, None, one[None], laws), one[None], one, warm, one, one)
     cut_without_sorting(logits, Filters.make([SamplingParams(top_p=0.5)], TOKENS, logits.device))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cache.transfer import index_tensor
 from engine.device.staging import RoundNumbers, Staged, Staging
-from engine.kernels.laws import log_law, log_law_reference
+from engine.kernels.laws import log_law
 from engine.sampling.adjustments import Adjustments, RoundRows, put, take
 from engine.sampling.device_adjustments import DeviceAdjustments
 from engine.sampling.device_draws import DeviceFilters, DeviceRace
@@ -238,8 +238,7 @@ class Sampler:
 
     def laws(self, scores: Tensor, rows: Seq[int]) -> Tensor:
         """The log of the law [R, vocab] of these rows' tokens, in fp32 or fp64. Their temperature must be positive."""
-        make = log_law if self._on_device else log_law_reference
-        return make(scores, self._staged_temperatures(rows).tensor)
+        return log_law(scores, self._staged_temperatures(rows).tensor)
 
     def propose(self, laws: Tensor, rows: Seq[int], rank: int = 0) -> Tensor:
         """Draft token ids [R], drawn from these rows' log-laws [R, vocab] (stream 1). Draws of other ranks for the same
@@ -293,7 +292,7 @@ class Sampler:
         return self._race_with(keys, positions, ones.tensor, weights.shape[1]).run(weights, range(len(indices)))
 
     def prepare_emit(self, indices: Seq[int]) -> None:
-        """As prepare(), for coins() and emit()."""
+        """As prepare(), for coin_numbers() and emit()."""
         if self._on_device:
             self._keys(RESIDUAL_STREAM, indices)
             self._keys(COIN_STREAM, indices)
@@ -318,17 +317,13 @@ class Sampler:
         return kind(keys, positions, temperatures, vocab_size)
 
     def coin_numbers(self, indices: Seq[int]) -> tuple[Tensor, Tensor]:
-        """(keys, positions of the first coins) [N] that coins() are made of."""
+        """(keys, positions) [N] of the coins that decide about the first drafts of these sequences. Those of the next
+        drafts are at the next positions."""
         return self._keys(COIN_STREAM, indices).tensor, self._ends(indices).tensor
 
-    def coins(self, indices: Seq[int], depth: int) -> Tensor:
-        """Uniform numbers [N, depth] in [0, 1), fp64, that decide about the drafts of these sequences."""
-        positions = self._ends(indices).tensor[:, None] + torch.arange(depth, device=self.device)
-        return uniforms(self._keys(COIN_STREAM, indices).tensor[:, None], positions)
-
     def tree_coins(self, indices: Seq[int], trees: Seq[Parents]) -> Tensor:
-        """As coins(), [N, largest number of nodes] for the nodes of these trees. A node's position and rank give its
-        coin, and a chain gets the coins of coins()."""
+        """Uniform numbers [N, largest number of nodes] in [0, 1), fp64, that decide about the nodes of these trees. A
+        node's position and rank give its coin, and a chain gets the coins of coin_numbers()."""
         return uniforms(*self.tree_coin_numbers(indices, trees))
 
     def tree_coin_numbers(self, indices: Seq[int], trees: Seq[Parents]) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,7 @@ from math import inf, log, nan
 import torch
 from torch import Tensor
 
-from engine.draft_laws import draft_laws
-from engine.drafters.base import Draft
+from engine.kernels.laws import NO_LAW, draft_laws
 from engine.sampling import acceptance
 from engine.sampling.ragged import is_draft
 from engine.types import Verifier
@@ -81,8 +80,9 @@ def batch_of(starts: Seq[Start]) -> Batch:
     counts = torch.tensor([len(part[0]) for part in parts])
     owners = torch.arange(len(starts)).repeat_interleave(counts)
     ks: list[int] = lengths.tolist()
-    rows = {n: n for n, i in enumerate(owners.tolist()) if starts[i].claimed or starts[i].fixed is None}
-    logq = draft_laws(Draft(tuple(ks), drafts, claimed, rows), range(len(ks)), drafts, logp)
+    with_law = [starts[i].claimed or starts[i].fixed is None for i in owners.tolist()]
+    rows = torch.tensor([n if has else NO_LAW for n, has in enumerate(with_law)])
+    logq = draft_laws(claimed, rows, drafts, logp)
     logq[~is_draft(ks, logq.device)] = nan
     leniences = torch.tensor([starts[i].lenience for i in owners.tolist()])
     return Batch(logp, logq, drafts.clamp(0, VOCAB - 1), ks, masses, owners, leniences)

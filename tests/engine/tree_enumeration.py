@@ -16,8 +16,7 @@ from torch import Tensor
 
 from engine import trees
 from engine.device.staging import RoundNumbers, Staging
-from engine.draft_laws import draft_laws
-from engine.drafters.base import Draft
+from engine.kernels.laws import NO_LAW, draft_laws
 from engine.sampling import tree_acceptance
 from engine.sampling.tree_acceptance import TreeTable
 from engine.trees import ROOT, Parents
@@ -134,8 +133,8 @@ def drafts_of(starts: Seq[TreeStart]) -> TreeDrafts:
     owners = torch.arange(len(starts)).repeat_interleave(torch.tensor(counts))
     shapes = [starts[i].parents for i in owners.tolist()]
     ks = tuple(map(len, shapes))
-    rows = {n: n for n, i in enumerate(owners.tolist()) if starts[i].fixed is None}
-    logq = draft_laws(Draft(ks, drafts, claimed, rows), range(len(ks)), drafts, logp)
+    rows = torch.tensor([n if starts[i].fixed is None else NO_LAW for n, i in enumerate(owners.tolist())])
+    logq = draft_laws(claimed, rows, drafts, logp)
     logq[torch.arange(size) >= torch.tensor(ks)[:, None]] = nan
     leniences = torch.tensor([starts[i].lenience for i in owners.tolist()])
     return TreeDrafts(logp, logq, drafts.clamp(0, VOCAB - 1), shapes, masses, owners, leniences)

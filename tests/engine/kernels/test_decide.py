@@ -40,9 +40,13 @@ def cases(lenience: float | None, dtype: torch.dtype, rounds: int) -> Iterator[A
         if n == 1:
             logp[0, 1, 3] = nan
             drafts[1, 1], drafts[2, 2] = VOCAB, -1
+        if n == 2:  # a row that is not finite, behind a draft that p excludes
+            logp[0, 0, drafts[0, 0]], logp[0, 1, 3] = -inf, nan
         logq = draft_laws_reference(laws, None, drafts, logp)
         # The draft is rejected, and nothing is left of p.
         logq[4, 0] = logp[4, 0].scatter_add(0, drafts[4, :1], torch.ones(1, dtype=dtype))
+        if n == 3:
+            logq[4, 0, logp[4, 0].argmax()] = nan
         keys = torch.randint(-(2**62), 2**62, (COUNT,), generator=g)
         column = None if lenience is None else torch.full((COUNT,), lenience, dtype=torch.float64)
         ends = close_coins(logp, logq, drafts, column, keys, n)
@@ -114,15 +118,77 @@ def on_device(kernels: ModuleType, device: torch.device) -> Callable[[Args], Res
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", LENIENCES)
-def test_the_operation_decides_as_acceptance_does(name: str, dtype: torch.dtype) -> None:
+def test_the_reference_decides_as_acceptance_does(name: str, dtype: torch.dtype) -> None:
     counts = set[int]()
     for args in cases(LENIENCES[name], dtype, rounds=20):
-        found, expected = decide.decide_chains(*args), by_hand(args)
+        found, expected = decide.decide_reference(*args), by_hand(args)
         assert torch.equal(found[0], expected[0])
         assert torch.allclose(found[1], expected[1], rtol=0, atol=0, equal_nan=True)
         assert torch.equal(found[2], expected[2])
         counts |= set(found[0].tolist())
     assert counts == {0, 1, 2, 3}
+
+
+def as_tried(result: Result) -> Result:
+    """With overlaps of 0 where no draft was tried: the compiled code computes no others."""
+    accepted, weights, overlaps = result
+    places, ks = torch.arange(DEPTH), torch.tensor(KS)
+    return accepted, weights, overlaps * ((places <= accepted[:, None]) & (places < ks[:, None]))
+
+
+def test_in_fp64_a_cpu_runs_the_reference() -> None:
+    for args in cases(None, torch.float64, rounds=3):
+        assert not differ(decide.decide_chains(*args), decide.decide_reference(*args), 0.0)
+
+
+@pytest.mark.parametrize("name", LENIENCES)
+def test_the_compiled_code_is_the_reference(name: str) -> None:
+    """But that it computes no overlaps of drafts that were not tried."""
+    untried = 0
+    for args in cases(LENIENCES[name], torch.float32, rounds=20):
+        found, expected = decide.decide_chains(*args), decide.decide_reference(*args)
+        assert not differ(found, as_tried(expected), CLOSE[torch.float32])
+        untried += int((found[2] < expected[2]).sum())
+    assert untried
+
+
+COMPILED_FAULTS = (
+    ("block", "range(len(log_scales) - 1, 0, -1)", "range(1, len(log_scales))"),
+    ("block", "left / room if room > 0", "left if room > 0"),
+    ("block", "np.float32(0) if scale == NONE else ", ""),
+    ("block", "row + j, logq, draft + j, scale)", "row, logq, draft, scale)"),
+    ("rejection", "return NONE if q == NONE else p - q", "return p - q"),
+    (
+        "rejection",
+        "row + kept, logq, draft + kept, scale, weights, n) == NONE",
+        "row, logq, draft, scale, weights, n) > 9",
+    ),
+    ("rejection", '"==", left, _every(left, 0.0)', '"==", left, _every(left, -1.0)'),
+    ("rejection", "j <= kept and j < k", "j < kept"),
+    ("rejection", "fadd(scaled, logarithm(builder, left))", "fadd(scaled, left)"),
+    (
+        "rejection",
+        'select(builder.fcmp_unordered("uno", left, left), left, weight)',
+        'select(builder.fcmp_ordered("<", left, left), left, weight)',
+    ),
+    ("lenient", "row + j, logq, draft + j, log_scale)", "row + j, logq, draft + j, np.float32(0))"),
+    ("lenient", "at_most_one(ratios[j] + log_scale)", "at_most_one(ratios[j])"),
+)
+
+
+@pytest.mark.parametrize("fault", usual_and_proofs(COMPILED_FAULTS, (COMPILED_FAULTS[3], COMPILED_FAULTS[7])), ids=str)
+def test_a_fault_in_the_compiled_code_shows(
+    fault: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from engine.kernels import cpu_laws
+
+    name, before, after = fault
+    with with_fault(cpu_laws, before, after, tmp_path) as faulty:
+        monkeypatch.setattr(decide, "compiled_module", lambda name: faulty)
+        assert any(
+            differ(decide.decide_chains(*args), as_tried(decide.decide_reference(*args)), CLOSE[torch.float32])
+            for args in cases(LENIENCES[name], torch.float32, rounds=20)
+        )
 
 
 KINDS = list(product(LENIENCES, (torch.float64, torch.float32)))
@@ -171,6 +237,22 @@ def test_a_fault_in_the_kernels_shows(
             differ(run(args), decide.decide_reference(*args), CLOSE[torch.float64])
             for args in cases(LENIENCES[name], torch.float64, rounds=5)
         )
+
+
+def test_residuals_of_the_compiled_code_are_as_precise_as_their_numbers() -> None:
+    """q is p but for some 1e-5 of each mass."""
+    g = torch.Generator().manual_seed(2)
+    p = torch.rand(1, 2, VOCAB, generator=g) - 1.0  # fp32 numbers near 0 are dense
+    gaps = torch.rand(1, 1, VOCAB, generator=g) * 1e-5 + 1e-6
+    drafts, one = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    q = (p[:, :1] - gaps).index_fill(2, torch.tensor([0]), 5.0)  # the draft's token is rejected
+    keys = torch.tensor([next(k for k in range(99) if noise.uniforms(torch.tensor(k), torch.tensor(3)) > 0.1)])
+    args = p, q, drafts, torch.tensor([1]), one, keys, torch.tensor([3])
+    weights = decide.decide_chains(*args)[1][0, 1:]
+    exact = p[0, 0].double(), q[0, 0].double()
+    expected = (exact[0] + torch.log(-torch.expm1(exact[1] - exact[0])))[1:]
+    assert torch.allclose(weights.double(), expected, rtol=1e-6)
+    assert not torch.allclose(torch.log(p[0, 0].exp() - q[0, 0].exp())[1:].double(), expected, rtol=1e-4)
 
 
 def test_a_residual_is_as_precise_as_its_numbers(kernels: ModuleType, device: torch.device) -> None:

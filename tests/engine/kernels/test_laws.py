@@ -1,6 +1,6 @@
 """Log-laws and the check of a draw as single operations: equal to what they replace, from references and kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, nan
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft_laws import draft_laws
-from engine.drafters.base import NO_TOKEN, Draft
-from engine.kernels import laws
+from engine.drafters.base import NO_TOKEN
+from engine.kernels import cpu_laws, laws
 from engine.kernels.laws import NO_LAW
 from engine.sampling.filters import apply_temperature
 from tests.engine.kernels.faults import with_fault
@@ -69,11 +68,38 @@ def error(a: Tensor, b: Tensor) -> float:
 def test_a_law_is_the_softmax_at_its_temperature(dtype: torch.dtype) -> None:
     x = scores(dtype)
     wide = x if dtype is torch.float64 else x.float()
-    law = laws.log_law(x, TEMPERATURES)
+    law = laws.log_law_reference(x, TEMPERATURES)
     assert error(law, apply_temperature(wide, TEMPERATURES).log_softmax(-1)) == 0
     finite = [0, 1, 5, 6]
     assert torch.allclose(law[finite].exp().sum(1), torch.ones_like(law[finite, 0]))
     assert law[[2, 3, 4]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_cpu_a_law_is_the_reference(dtype: torch.dtype) -> None:
+    """Only laws of fp32 scores are computed by compiled code."""
+    x = scores(dtype)
+    found, expected = laws.log_law(x, TEMPERATURES), laws.log_law_reference(x, TEMPERATURES)
+    assert error(found, expected) < (5e-6 if dtype is torch.float32 else 1e-300)
+    assert (laws._compiled_log_law(x, TEMPERATURES) is None) == (dtype is not torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("(scores[row, i] - best) / temperature", "(scores[row, i] - best)"),
+        ("laws[row, i] -= log_mass", "laws[row, i] -= 0"),
+        ("max(np.float32(temperatures[row]), LEAST_TEMPERATURE)", "np.float32(temperatures[row])"),
+    ],
+)
+@pytest.mark.proofs
+def test_a_fault_in_the_compiled_laws_shows(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    args = scores(torch.float32), TEMPERATURES
+    with with_fault(cpu_laws, before, after, tmp_path) as faulty:
+        monkeypatch.setattr(laws, "compiled_module", lambda name: faulty)
+        assert error(laws.log_law(*args), laws.log_law_reference(*args)) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,17 +144,57 @@ def drafted(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return found, drafts, torch.zeros(4, 4, VOCAB, dtype=dtype)
 
 
+def by_hand(found: Tensor | None, sources: Sequence[int], drafts: Tensor, logp: Tensor) -> Tensor:
+    """Position by position."""
+    logq = logp.new_full((*drafts.shape, VOCAB), -inf)
+    for n, source in enumerate(sources):
+        for j, token in enumerate(drafts[n].tolist()):
+            if not 0 <= token < VOCAB:
+                continue
+            law = logp.new_full((VOCAB,), -inf)
+            if found is not None and source != NO_LAW:
+                known = found[source, j, :VOCAB]
+                law[: len(known)] = known
+            logq[n, j] = law
+            if not law[token].isfinite():
+                logq[n, j] = -inf
+                logq[n, j, token] = 0.0
+    return logq
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_laws_of_drafts_are_those_of_the_cpu(width: int, dtype: torch.dtype) -> None:
+def test_laws_of_drafts_are_those_they_came_with(width: int, dtype: torch.dtype) -> None:
     found, drafts, logp = drafted(width, dtype)
-    rows = {i: row for i, row in enumerate(SOURCES) if row != NO_LAW}
-    expected = draft_laws(Draft((3,) * 4, drafts, found, rows), range(4), drafts, logp)
-    assert torch.equal(laws.draft_laws(found, torch.tensor(SOURCES), drafts, logp), expected)
-    one_hot = draft_laws(Draft((3,) * 4, drafts), range(4), drafts, logp)
-    assert torch.equal(laws.draft_laws(None, None, drafts, logp), one_hot)
-    whole = draft_laws(Draft((3,) * 3, drafts[:3], found, {i: i for i in range(3)}), range(3), drafts[:3], logp[:3])
-    assert torch.equal(laws.draft_laws(found, None, drafts[:3], logp[:3]), whole)
+    for run in (laws.draft_laws, laws.draft_laws_reference):
+        assert torch.equal(run(found, torch.tensor(SOURCES), drafts, logp), by_hand(found, SOURCES, drafts, logp))
+        assert torch.equal(run(None, None, drafts, logp), by_hand(None, SOURCES, drafts, logp))
+        three = drafts[:3], logp[:3]
+        assert torch.equal(run(found, None, *three), by_hand(found, range(3), *three))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("if sources[n] < 0:", "if sources[n] < -9:"),
+        ("sources[n] * depth + j", "sources[n] * depth"),
+        ("logq[target, known:] = NONE", "logq[target, known:] = -30"),
+        ("token < 0 or token >= vocab", "token < 0"),
+        ("np.isfinite(logq[target, token])", "logq[target, token] != NONE"),
+    ],
+)
+@pytest.mark.proofs
+def test_a_fault_in_the_compiled_laws_of_drafts_shows(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = False
+    with with_fault(cpu_laws, before, after, tmp_path) as faulty:
+        monkeypatch.setattr(laws, "compiled_module", lambda name: faulty)
+        for width in WIDTHS:
+            found, drafts, logp = drafted(width, torch.float32)
+            args = found, torch.tensor(SOURCES), drafts, logp
+            seen |= not torch.equal(laws.draft_laws(*args), laws.draft_laws_reference(*args))
+    assert seen
 
 
 @pytest.mark.parametrize("width", WIDTHS)

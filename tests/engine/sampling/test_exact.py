@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft_laws import draft_laws
-from engine.drafters.base import Draft
+from engine.kernels.laws import draft_laws
 from engine.sampling import acceptance
 from engine.sampling.acceptance import AcceptanceLaw
 from engine.types import Verifier
@@ -190,8 +189,8 @@ def test_an_id_that_is_no_token_passed_off_as_a_token_shows(
     """Control: a draft model's law is kept for it, so the clamped id counts as drawn from that law."""
     p, q = next(pairs("random", 1))
 
-    def believing(draft: Draft, which: range, drafts: Tensor, logp: Tensor) -> Tensor:
-        return q[0][:1].expand(len(which), 1, VOCAB).clone()
+    def believing(laws: Tensor, sources: Tensor, drafts: Tensor, logp: Tensor) -> Tensor:
+        return q[0][:1].expand(len(drafts), 1, VOCAB).clone()
 
     monkeypatch.setattr("tests.engine.enumeration.draft_laws", believing)
     assert worst([Start(p, q, 1, fixed=(VOCAB,))], verifier) > 1e-3
@@ -223,7 +222,7 @@ def test_a_draft_of_fewer_tokens_than_the_targets() -> None:
     """A law over a smaller table gives the rest of the vocabulary nothing."""
     claimed = torch.tensor([0.25, 0.75], dtype=torch.float64).log().view(1, 1, 2)
     drafts, logp = torch.tensor([[1]]), torch.zeros(1, 2, VOCAB, dtype=torch.float64)
-    q = draft_laws(Draft((1,), drafts, claimed, {0: 0}), [0], drafts, logp)
+    q = draft_laws(claimed, None, drafts, logp)
     assert torch.allclose(q.exp(), torch.tensor([[[0.25, 0.75, 0.0]]], dtype=torch.float64), atol=1e-15)
 
 

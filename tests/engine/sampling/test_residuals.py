@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
-from engine.sampling import acceptance
+from engine.sampling import acceptance, noise
 from engine.sampling.acceptance import first_failure, last_success, log_residual
 from engine.sampling.ragged import is_draft
 from engine.sampling.sampler import Sampler
@@ -216,14 +216,10 @@ def test_residuals_of_what_is_forbidden() -> None:
 # The same through verification.verify
 
 
-class Scripted(Sampler):
-    """Coins as claimed; what is emitted is watched, not drawn."""
+class Watched(Sampler):
+    """What is emitted is watched, not drawn."""
 
-    coin_table: Tensor
     drawn: dict[int, tuple[int, Tensor]]
-
-    def coins(self, which: Seq[int], depth: int) -> Tensor:
-        return self.coin_table[list(which), :depth]
 
     def emit(self, weights: Tensor, which: Seq[int], ahead: Tensor) -> Tensor:
         for i, accepted, row in zip(which, ahead.tolist(), weights, strict=True):
@@ -244,7 +240,7 @@ def packed(table: Tensor, ks: Seq[int]) -> Tensor:
     return torch.cat([row[: k + 1] for row, k in zip(table, ks, strict=True)])
 
 
-def test_verify_decides_by_these_laws() -> None:
+def test_verify_decides_by_these_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixed batch at every outcome of three coins: each sequence's number accepted, tokens and law are those that the
     pure functions give for it alone among its kind."""
     starts = [*starts_of("random", 8), *starts_of("zeros in both", 8), *lenient("random", 0.5)[:4]]
@@ -258,11 +254,12 @@ def test_verify_decides_by_these_laws() -> None:
     decisions = {name: decide(batch, name) for name in ("rejection", "block")}
     for pattern in itertools.product((0.1, 0.9), repeat=3):
         sequences = sequences_of(batch, verifiers, temperature)
-        sampler = Scripted(sequences, ks, VOCAB, CPU)
-        sampler.coin_table, sampler.drawn = torch.tensor(pattern, dtype=torch.float64).expand(len(ks), 3), {}
+        sampler = Watched(sequences, ks, VOCAB, CPU)
+        coins, sampler.drawn = torch.tensor(pattern, dtype=torch.float64).expand(len(ks), 3), {}
+        monkeypatch.setattr(noise, "uniforms", lambda keys, positions, coins=coins: coins[: len(keys)])
         verdict = verify(DraftBatch(tuple(sequences), sampler), draft, logits)
         for name, accept in (("rejection", first_failure), ("block", last_success)):
-            accepted = accept(decisions[name].chances, sampler.coin_table)
+            accepted = accept(decisions[name].chances, coins)
             laws = acceptance.emitted_law(batch.logp, batch.logq, decisions[name].log_scales, accepted, ks).softmax(1)
             for i in (i for i, verifier in enumerate(verifiers) if verifier == name):
                 count, law = sampler.drawn[i]
@@ -275,15 +272,22 @@ def test_verify_decides_by_these_laws() -> None:
 # A target that gives NaN
 
 
-def with_nan(rows: Seq[int], verifier: Verifier, coins: Seq[float], drafts: Seq[int]) -> tuple[int, bool]:
+DTYPES, PATTERNS = (torch.float32, torch.float64), list(itertools.product((0.0, 0.99), repeat=3))
+
+
+def with_nan(
+    rows: Seq[int], verifier: Verifier, coins: Seq[float], drafts: Seq[int], dtype: torch.dtype
+) -> tuple[int, bool]:
     """(accepted, bad) of one sequence with k = 3, q one-hot and p = 1/3, but for NaN in some of the target's rows."""
-    logits = torch.zeros(4, VOCAB, dtype=torch.float64)
+    logits = torch.zeros(4, VOCAB, dtype=dtype)
     logits[list(rows)] = nan
     sequence = make_sequence(0, [0])
     sequence.verifier = verifier
-    sampler = Scripted([sequence], [3], VOCAB, CPU)
-    sampler.coin_table, sampler.drawn = torch.tensor([coins], dtype=torch.float64), {}
-    verdict = verify(DraftBatch((sequence,), sampler), Draft((3,), torch.tensor([drafts])), logits)
+    sampler = Watched([sequence], [3], VOCAB, CPU)
+    sampler.drawn = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise, "uniforms", lambda keys, positions: torch.tensor([coins], dtype=torch.float64))
+        verdict = verify(DraftBatch((sequence,), sampler), Draft((3,), torch.tensor([drafts])), logits)
     return verdict.accepted[0], verdict.non_finite[0]
 
 
@@ -292,14 +296,14 @@ def with_nan(rows: Seq[int], verifier: Verifier, coins: Seq[float], drafts: Seq[
 def test_nothing_is_emitted_from_scores_that_are_not_finite(verifier: Verifier, row: int) -> None:
     """At whatever coins, the round ends before that row or the sequence ends with an error. Rejection looks no further
     than it accepts; block needs the next row to decide about a draft."""
-    for coins in itertools.product((0.0, 0.99), repeat=3):
-        accepted, bad = with_nan([row], verifier, coins, [0, 1, 2])
+    for coins, dtype in itertools.product(PATTERNS, DTYPES):
+        accepted, bad = with_nan([row], verifier, coins, [0, 1, 2], dtype)
         assert bad or accepted < row
         if verifier == "rejection":
             assert accepted <= row
             assert bad == (accepted == row)
     if row:
-        assert not with_nan([], verifier, (0.99,) * 3, [0, 1, 2])[1]  # control: without it nothing is wrong
+        assert not with_nan([], verifier, (0.99,) * 3, [0, 1, 2], DTYPES[0])[1]  # control: without it nothing is wrong
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -309,8 +313,8 @@ def test_scores_behind_an_id_that_is_no_token_do_not_matter(verifier: Verifier, 
     drafts = [0, 1, 2]
     drafts[place] = VOCAB
     behind = range(place + 1, 4)
-    for coins in itertools.product((0.0, 0.99), repeat=3):
-        accepted, bad = with_nan(behind, verifier, coins, drafts)
+    for coins, dtype in itertools.product(PATTERNS, DTYPES):
+        accepted, bad = with_nan(behind, verifier, coins, drafts, dtype)
         assert accepted <= place
         assert not bad
 

@@ -18,7 +18,7 @@ from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import sampler as sampler_module
 from engine.sampling import tree_acceptance
 from engine.sampling.adjustments import RoundRows
-from engine.sampling.noise import GumbelRace, gumbel_noise, sequence_key
+from engine.sampling.noise import GumbelRace, gumbel_noise, sequence_key, uniforms
 from engine.sampling.sampler import Sampler
 from engine.sampling.tree_acceptance import TreeTable
 from engine.sequence import Sequence
@@ -116,7 +116,8 @@ def test_coins_are_the_chains_and_differ_between_siblings() -> None:
     sequences = [make_sequence(i, [0] * (3 + i), key=i) for i in range(3)]
     sampler = Sampler(sequences, [6] * 3, 9, CPU)
     shapes = [trees.chain(4), (ROOT, ROOT, 0, 1, ROOT, 1), (ROOT, 0, 1)]
-    coins, chain = sampler.tree_coins(range(3), shapes), sampler.coins(range(3), 4)
+    keys, ends = sampler.coin_numbers(range(3))
+    coins, chain = sampler.tree_coins(range(3), shapes), uniforms(keys[:, None], ends[:, None] + torch.arange(4))
     assert torch.equal(coins[0, :4], chain[0])
     assert torch.equal(coins[2, :3], chain[2, :3])
     of_tree = coins[1].tolist()
