@@ -314,7 +314,7 @@ def test_a_pass_that_torch_attends_is_not_compiled(checkpoint: Callable[[str], s
 
 
 @pytest.mark.parametrize(
-    ("choices", "rows"), [((8, 8), BUCKETS[-1]), ((3, 8), 3), ((0, 8), 0), ((8, 1), 1), ((7, 7), 40)]
+    ("choices", "rows"), [((9, 9), BUCKETS[-1]), ((3, 9), 3), ((0, 9), 0), ((9, 1), 1), ((8, 8), 40)]
 )
 def test_as_many_rows_as_all_products_are_compiled_for(
     choices: tuple[int, int], rows: int, checkpoint: Callable[[str], str]
@@ -409,7 +409,7 @@ def test_what_torch_waits_for_its_threads_is_saved_too(
 def test_more_rows_share_threads_at_least_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted clock: what threads take together and one alone, for each number of rows. A disturbed turn says nothing,
     and threads beyond those that share a layer gain nothing."""
-    together, alone = [1.0] * 7, [1.2, 1.5, 1.3, 1.6, 0.9, 2.5, 1.9]
+    together, alone = [1.0] * 8, [1.2, 1.5, 1.3, 1.6, 0.9, 2.5, 1.9, 1.9]
     turn = [(0.0, a, 0.0, b) for a, b in zip(together, alone, strict=True)]
     disturbed = [(0.0, 50.0, 0.0, b) for b in alone]
     passed = accumulate(chain.from_iterable([*disturbed, *turn * (between_products.GAIN_RUNS - 1)]))
@@ -417,8 +417,8 @@ def test_more_rows_share_threads_at_least_as_well(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(between_products, "compiled_product", lambda weight, bias: lambda x: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     gains = between_products._gains_of_threads(compiled_code.PART_BYTES)
-    assert gains == pytest.approx([1.2, 1.5, 1.5, 1.6, 1.6, 2.0, 2.0])
-    assert between_products._gains_of_threads(compiled_code.PART_BYTES - 1) == [1.0] * 7
+    assert gains == pytest.approx([1.2, 1.5, 1.5, 1.6, 1.6, 2.0, 2.0, 2.0])
+    assert between_products._gains_of_threads(compiled_code.PART_BYTES - 1) == [1.0] * 8
 
 
 def test_an_unknown_attention_is_left_to_the_layers_of_torch(checkpoint: Callable[[str], str]) -> None:
