@@ -22,7 +22,7 @@ from engine.kernels.cpu_code import (
     width_of,
 )
 from engine.kernels.cpu_exponentials import exponential, exponential_less_one, logarithm
-from engine.kernels.cpu_reductions import keep_largest, largest_of, sum_of
+from engine.kernels.cpu_reductions import keep_largest, largest, largest_of, sum_of
 
 FLOAT, SIZE = ir.FloatType(), 4  # bytes of a number
 NUMBERS = VECTOR_BYTES // SIZE  # of a vector
@@ -34,22 +34,6 @@ MILLION = np.float32(1e6)  # acceptance.OVERLAP_SCALE
 def _every(value: Any, number: float) -> Any:
     """A vector like `value` of one number."""
     return ir.Constant(value.type, [number] * value.type.count)
-
-
-@emitted
-def largest(_context: Any, rows: Any, row: Any) -> Any:
-    """(rows [n, width], row) → the largest number of a row. NaN stays."""
-
-    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        array, number = arguments
-        at, width = row_of(context, builder, rows, array, number), width_of(context, builder, rows, array)
-
-        def see(x: Any, count: int, top: Any) -> None:
-            keep_largest(builder, top, load(builder, at(x), rows.dtype, count))
-
-        return largest_of(builder, width, FLOAT, NUMBERS, see)
-
-    return types.float32(rows, types.intp), code
 
 
 @emitted

@@ -6,9 +6,21 @@ from functools import partial
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
 from numba.core import cgutils
 
-from engine.kernels.cpu_code import over_row, picked, totals_of, zero_sum
+from engine.kernels.cpu_code import (
+    VECTOR_BYTES,
+    emitted,
+    load,
+    over_row,
+    picked,
+    row_of,
+    sum_type,
+    totals_of,
+    width_of,
+    zero_sum,
+)
 
 
 def sum_of(builder: Any, width: Any, kind: Any, count: int, emit: Callable[[Any, int], Any]) -> Any:
@@ -45,3 +57,19 @@ def keep_largest(builder: Any, top: Any, given: Any) -> None:
     if given.type.count == 1:
         given = picked(builder, given, [0] * held.type.count)
     builder.store(larger(builder, given, held), top)
+
+
+@emitted
+def largest(_context: Any, rows: Any, row: Any) -> Any:
+    """(rows [n, width], row) → the largest number of a row. NaN stays."""
+
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        array, number = arguments
+        at, width = row_of(context, builder, rows, array, number), width_of(context, builder, rows, array)
+
+        def see(x: Any, count: int, top: Any) -> None:
+            keep_largest(builder, top, load(builder, at(x), rows.dtype, count))
+
+        return largest_of(builder, width, sum_type(rows), VECTOR_BYTES * 8 // rows.dtype.bitwidth, see)
+
+    return rows.dtype(rows, types.intp), code

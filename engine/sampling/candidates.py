@@ -4,6 +4,7 @@ The tokens with less than (1 − p) / vocab of the mass have less than 1 − p o
 model's law leaves few others. The result is exact: a row for which rounding could decide is left to its caller.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import inf, isnan, log, nan
 from types import ModuleType
@@ -30,6 +31,7 @@ from engine.sampling.long_row import (
 LONG_ROW = 16_384  # logits; longer rows are cut one by one
 SUMMED = 16  # masses that are summed in fp32
 LOWEST_FP32_TEMPERATURE = 1e-30  # below it scores leave the range of fp32
+ROUNDING_STEPS = 4  # between neighbouring numbers; mostly one is enough
 TOGETHER = 163_840  # logits that share a pass: this many stay in a processor's cache
 
 Mask = NDArray[np.bool_]
@@ -43,6 +45,14 @@ class Cuts:
     top_p: Doubles
     floor: Doubles  # the lowest score that min-p keeps
     wanted: Mask  # whether to cut the row: its top_p is below 1, and no other filter than min_p is on
+    by_floor: Mask  # whether min_p is the row's only filter
+
+    def pick(self, rows: Seq[int] | slice) -> "Cuts":
+        """Those of some of the rows."""
+        index = rows if isinstance(rows, slice) else np.array(rows)
+        return Cuts(
+            self.temperature[index], self.top_p[index], self.floor[index], self.wanted[index], self.by_floor[index]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +84,64 @@ class CutRows:
             torch.threshold(logits[row], last_removed, -inf, out=result[row])
 
 
+def last_removed(logits: Tensor, cuts: Cuts) -> Numbers | None:
+    """The largest number [F] that the filters remove from logits [F, vocab], where they need no scores: None if they do
+    for any row, or if a row is not clear."""
+    kernel = _kernel_for(logits)
+    if kernel is None or not (cuts.wanted | cuts.by_floor).all():
+        return None
+    found = _last_below_floor(logits, cuts) if cuts.by_floor.any() else np.full(len(logits), nan, np.float32)
+    if cuts.wanted.any():
+        by_mass = _compiled_cuts(kernel, np.ascontiguousarray(logits.numpy()), cuts)
+        found = np.where(cuts.by_floor, found, by_mass)
+    return None if np.isnan(found).any() else found
+
+
+def _last_below_floor(logits: Tensor, cuts: Cuts) -> Numbers:
+    """The largest number [F], in the logits' type, whose score is below the floor; NaN where a few steps of rounding do
+    not lead to it. Scores are (logit − best) / temperature in fp64, as the definition has them."""
+    best, coldest = logits.amax(1).double().numpy(), np.maximum(cuts.temperature, np.finfo(np.float64).tiny)
+    with np.errstate(all="ignore"):
+        last = (best + cuts.floor * coldest).astype(logits.numpy().dtype)
+        for _ in range(ROUNDING_STEPS):
+            above = np.nextafter(last, np.array(inf, last.dtype))
+            is_kept, is_low = (last - best) / coldest >= cuts.floor, (above - best) / coldest < cuts.floor
+            if not (is_kept | is_low).any():
+                break
+            below = np.nextafter(last, np.array(-inf, last.dtype))
+            last = np.where(is_kept, below, np.where(is_low, above, last))
+    return np.where(is_kept | is_low | ~np.isfinite(best), np.array(nan, last.dtype), last)
+
+
 def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
     """Find what the cuts remove from logits [F, vocab], contiguous, in fp32 or fp64."""
     rows, vocab = logits.shape
     if vocab > LONG_ROW:
         return _cut_long_rows(logits, cuts)
-    kernel = compiled_module("cpu_cuts") if logits.dtype == torch.float32 else None
-    if kernel is not None:
+    if (kernel := _kernel_for(logits)) is not None:
         return _as_found(_compiled_cuts(kernel, logits.numpy(), cuts))
     together = max(1, TOGETHER // vocab)
     masses = torch.empty(min(together, rows), vocab, dtype=logits.dtype)
     found = np.full(rows, nan)
     for first in range(0, rows, together):
         part = slice(first, first + together)
-        chosen = Cuts(cuts.temperature[part], cuts.top_p[part], cuts.floor[part], cuts.wanted[part])
+        chosen = cuts.pick(part)
         if chosen.wanted.any():
             found[part] = _last_removed(logits[part], chosen, masses[: len(chosen.wanted)])
     return _as_found(found)
 
 
-def _as_found(last_removed: Numbers) -> CutRows:
-    """last_removed [F]: NaN where it is not clear."""
+def _kernel_for(logits: Tensor) -> ModuleType | None:
+    """The compiled code that cuts such rows."""
+    if logits.dtype != torch.float32 or logits.shape[1] > LONG_ROW:
+        return None
+    return compiled_module("cpu_cuts")
+
+
+def _as_found(lasts: Numbers) -> CutRows:
+    """lasts [F]: the largest logit that is removed, NaN where it is not clear."""
     found = CutRows(NO_TOKENS, {}, [])
-    for row, last in enumerate(last_removed.tolist()):
+    for row, last in enumerate(lasts.tolist()):
         if isnan(last):
             found.left.append(row)
         else:
@@ -110,7 +155,7 @@ def _compiled_cuts(kernel: ModuleType, logits: Numbers, cuts: Cuts) -> Numbers:
     lowest, wanted = np.empty(rows, np.float32), cuts.wanted & (cuts.temperature >= LOWEST_FP32_TEMPERATURE)
     masses, (held, kept) = (
         np.empty((1, vocab + -vocab % kernel.NUMBERS), np.float32),
-        np.empty((2, vocab + 1), np.float32),
+        np.empty((2, 1, vocab), np.float32),
     )
     room = masses, held, kept, np.empty(vocab, np.int64)
     kernel.cut_rows(logits, (cuts.temperature, cuts.top_p, cuts.floor, wanted), room, FP32_ROUNDING, lowest)

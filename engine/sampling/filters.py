@@ -67,11 +67,16 @@ def cuts_without_sorting(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and logits.shape[-1] > SHORT_ROW
 
 
+def cuts_of(filters: Filters, vocab_size: int) -> Cuts:
+    """What cuts rows of so many logits. Filters on the CPU."""
+    by_mass, no_top_k = filters.top_p < 1, filters.top_k >= vocab_size
+    columns = (filters.temperature, filters.top_p, filters.min_p.log(), by_mass & no_top_k, ~by_mass & no_top_k)
+    return Cuts(*(column.numpy() for column in columns))
+
+
 def cut_without_sorting(logits: Tensor, filters: Filters) -> CutRows:
     """What truncated() removes from the rows that it need not sort. logits: contiguous, on the CPU."""
-    wanted = (filters.top_p < 1) & (filters.top_k >= logits.shape[-1])
-    columns = (filters.temperature, filters.top_p, filters.min_p.log(), wanted)
-    return cut_rows(logits, Cuts(*(column.numpy() for column in columns)))
+    return cut_rows(logits, cuts_of(filters, logits.shape[-1]))
 
 
 def truncated_rows(logits: Tensor, filters: Filters, cut: CutRows) -> Tensor:

@@ -22,6 +22,7 @@ from engine.sampling.hashing import (
     mix_tensor,
     signed,
 )
+from engine.sampling.long_row import Numbers
 from engine.sampling.race import BlockNoise
 from engine.sampling.token_race import TokenNoise
 
@@ -89,7 +90,7 @@ class GumbelRace:
         kind = BlockNoise if vocab_size > DENSE_NOISE_LIMIT else TokenNoise
         self._noise: BlockNoise | TokenNoise = kind(keys, positions, temperatures, vocab_size)
 
-    def run(self, scores: Tensor, rows: Seq[int], above: Seq[float] | None = None) -> Tensor:
+    def run(self, scores: Tensor, rows: Seq[int], above: Seq[float] | Numbers | None = None) -> Tensor:
         """As Race.run. above [n]: only tokens with higher scores run."""
         limits = None if above is None else np.array(above, scores.numpy().dtype)
         return torch.from_numpy(self._noise.race(scores, np.array(rows), limits))

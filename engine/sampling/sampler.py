@@ -28,10 +28,12 @@ from cache.transfer import index_tensor
 from engine.device.staging import RoundNumbers, Staged, Staging
 from engine.kernels.laws import log_law
 from engine.sampling.adjustments import Adjustments, RoundRows, put, take
+from engine.sampling.candidates import Cuts, last_removed
 from engine.sampling.device_adjustments import DeviceAdjustments
 from engine.sampling.device_draws import DeviceFilters, DeviceRace
 from engine.sampling.filters import (
     Filters,
+    cuts_of,
     cuts_without_sorting,
     truncated,
     truncates,
@@ -89,6 +91,7 @@ class Sampler:
         truncated_rows = [row for row, (i, _) in enumerate(places) if i in truncating] if truncating else []
         self._filter_row = {row: n for n, row in enumerate(truncated_rows)}
         self._filters: Filters | None = None
+        self._cuts: Cuts | None = None  # the filters' cuts, made when they are needed
         if truncated_rows and not self.numbers.staging.deferred:
             self._filters = Filters.make([params[row] for row in truncated_rows], vocab_size, device)
         self._adjust()
@@ -163,7 +166,14 @@ class Sampler:
 
     def _draw_kept(self, logits: Tensor, rows: Seq[int], *, drafting: bool) -> tuple[Tensor, Tensor]:
         """As draw(), for rows that all have filters and noise. Only rows that keep many tokens get scores."""
-        return draw_kept(logits.contiguous(), self._filters_of(rows), *self._race_of(rows, drafting), self.numbers)
+        race, runners = self._race_of(rows, drafting)
+        if self._cuts is None and self._filters is not None:
+            self._cuts = cuts_of(self._filters, self._vocab_size)
+        assert self._cuts is not None
+        lasts = last_removed(logits, self._cuts.pick([self._filter_row[row] for row in rows]))
+        if lasts is not None:
+            return race.run(logits, runners, lasts), torch.ones(len(rows), dtype=torch.bool)
+        return draw_kept(logits.contiguous(), self._filters_of(rows), race, runners, self.numbers)
 
     def scores(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
         """The transform without the division by the temperature, [R, vocab] → [R, vocab]; −inf for excluded tokens.

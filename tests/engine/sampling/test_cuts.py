@@ -217,6 +217,49 @@ def test_either_way_removes_what_the_definition_removes(
     assert wrong_rows(kind, dtype) == 0
 
 
+def answers_without_scores(kind: Kind) -> tuple[int, int, int]:
+    """(rows for which last_removed() has an answer, wrong ones among them, rows)."""
+    answered, wrong, rows = 0, 0, 0
+    for seed, shape in enumerate(SHAPES[:-1]):
+        g = torch.Generator().manual_seed(seed)
+        logits = kind(shape, g).float()
+        for row, params in zip(logits[:, None], some_params(*shape, g), strict=True):
+            chosen = Filters.make([replace(params, top_k=0)], shape[1], CPU)
+            lasts = candidates.last_removed(row, filters.cuts_of(chosen, shape[1]))
+            rows += 1
+            if lasts is not None:
+                answered += 1
+                wrong += not torch.equal(row <= torch.from_numpy(lasts)[:, None], removed(row, chosen))
+    return answered, wrong, rows
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_is_removed_is_known_without_scores(kind: Kind) -> None:
+    """Of most rows with a usual law, and rightly wherever it is said."""
+    answered, wrong, rows = answers_without_scores(kind)
+    assert not wrong
+    if kind is normal:
+        assert answered > rows / 2
+
+
+@pytest.mark.parametrize("name", ["_last_below_floor", "_compiled_cuts"])
+def test_an_answer_one_number_too_high_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(candidates, name)
+    monkeypatch.setattr(candidates, name, lambda *args: np.nextafter(real(*args), np.float32(inf)))
+    assert answers_without_scores(normal)[1]
+
+
+def test_rows_with_and_without_top_p_are_known_together() -> None:
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1)) * 3
+    params = [SamplingParams(top_p=0.8), SamplingParams(min_p=0.05), SamplingParams(top_p=0.9, min_p=0.1)]
+    chosen = Filters.make(params, 500, CPU)
+    lasts = candidates.last_removed(logits, filters.cuts_of(chosen, 500))
+    assert lasts is not None
+    assert torch.equal(logits <= torch.from_numpy(lasts)[:, None], removed(logits, chosen))
+    with_top_k = filters.cuts_of(Filters.make([*params[:2], SamplingParams(top_k=5)], 500, CPU), 500)
+    assert candidates.last_removed(logits, with_top_k) is None
+
+
 def most_are_cut(spread: float) -> int:
     """Rows of 20 that need no other way than candidates.py."""
     logits = torch.randn(20, 20_000, generator=torch.Generator().manual_seed(0)) * spread

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 import torch
@@ -264,7 +265,7 @@ def test_parameters_cost_nothing_where_no_row_uses_them(monkeypatch: pytest.Monk
     raced = []
 
     class Watched(GumbelRace):
-        def run(self, scores: Tensor, rows: Seq[int], above: Seq[float] | None = None) -> Tensor:
+        def run(self, scores: Tensor, rows: Seq[int], above: Any = None) -> Tensor:
             raced.append(scores.shape[0])
             return super().run(scores, rows, above)
 
