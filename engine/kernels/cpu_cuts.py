@@ -23,9 +23,10 @@ from engine.kernels.cpu_code import (
     over_row,
     row_of,
     spread,
+    store,
     width_of,
 )
-from engine.kernels.cpu_exponentials import NOTHING, weigh
+from engine.kernels.cpu_exponentials import exponential
 from engine.kernels.cpu_reductions import largest
 
 # As in long_row.py. A change of other files than cpu_*.py does not compile this anew, so it has its own constants.
@@ -95,6 +96,28 @@ def narrowed(masses: Any, smallest: float, wanted: float, margin: float) -> tupl
         else:
             high = middle
     return low, high
+
+
+@emitted
+def weigh(_context: Any, logits: Any, row: Any, best: Any, inverse: Any, masses: Any) -> Any:
+    """(logits [n, vocab], row, best, inverse, masses [1, ≥ vocab]): masses[0] become exp((logit − best) · inverse)."""
+
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        array, number, top, factor, out = arguments
+        logit_at, mass_at = (
+            row_of(context, builder, logits, array, number),
+            row_of(context, builder, masses, out, index(0)),
+        )
+
+        def see(x: Any, count: int) -> None:
+            below = builder.fsub(load(builder, logit_at(x), types.float32, count), spread(builder, top, count))
+            score = builder.fmul(below, spread(builder, factor, count))
+            store(builder, exponential(builder, score), mass_at(x), 4)
+
+        over_row(builder, width_of(context, builder, logits, array), NUMBERS, see)
+        return context.get_dummy_value()
+
+    return types.void(logits, types.intp, types.float32, types.float32, masses), code
 
 
 @emitted
@@ -172,8 +195,8 @@ def cut_rows(logits: Any, cuts: Any, room: Any, rounding: float, lowest: Any) ->
     """lowest fp32 [F] becomes the lowest logit that each row of logits fp32 [F, vocab] keeps; NaN where that is not
     clear.
 
-    cuts: (temperatures, top_ps, floors fp64, wanted [F]), as candidates.Cuts has them. room: (masses [1, ≥ vocab, whole
-    vectors], held, kept fp32 [1, vocab], keys int64 [vocab]). rounding: relative error of an operation in fp32.
+    cuts: (temperatures, top_ps, floors fp64, wanted [F]), as candidates.Cuts has them. room: (masses, held, kept fp32
+    [1, vocab], keys int64 [vocab]). rounding: relative error of an operation in fp32.
     """
     temperatures, top_ps, floors, wanted = cuts
     masses, held, kept, keys = room
@@ -182,10 +205,8 @@ def cut_rows(logits: Any, cuts: Any, room: Any, rounding: float, lowest: Any) ->
         lowest[row] = np.nan
         if not wanted[row]:
             continue
-        inverse, p = np.float32(1 / temperatures[row]), top_ps[row]
-        for i in range(vocab):
-            masses[0, i] = logits[row, i] * inverse
-        exponent, _ = weigh(masses, 0, 0, vocab, np.float32(NOTHING))
+        inverse, p, best = np.float32(1 / temperatures[row]), top_ps[row], largest(logits, row)
+        weigh(logits, row, best, inverse, masses)
         total = mass_of(masses[0], vocab)
         if not np.isfinite(total):
             continue
@@ -201,8 +222,8 @@ def cut_rows(logits: Any, cuts: Any, room: Any, rounding: float, lowest: Any) ->
             continue
         cut = cut_point(keys, kept[0], count, p * total - above)
         without, inside = above + mass_from(keys, kept[0], count, cut + 1), above + mass_from(keys, kept[0], count, cut)
-        error = share_error(p, abs(exponent), vocab) * rounding
-        given = cut, np.float64(largest(logits, row)), temperatures[row], floors[row]
+        error = share_error(p, abs(best * inverse), vocab) * rounding
+        given = cut, np.float64(best), temperatures[row], floors[row]
         found, mass, alone = lowest_kept((held[0], kept[0], keys), count, *given)
         clear = without / total + error < p < inside / total - error
         if clear and alone and (1 + EDGE) * low < mass < (1 - EDGE) * high:

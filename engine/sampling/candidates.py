@@ -153,10 +153,7 @@ def _compiled_cuts(kernel: ModuleType, logits: Numbers, cuts: Cuts) -> Numbers:
     """The largest logit [F] that the cuts remove; NaN where that is not clear. logits: fp32."""
     rows, vocab = logits.shape
     lowest, wanted = np.empty(rows, np.float32), cuts.wanted & (cuts.temperature >= LOWEST_FP32_TEMPERATURE)
-    masses, (held, kept) = (
-        np.empty((1, vocab + -vocab % kernel.NUMBERS), np.float32),
-        np.empty((2, 1, vocab), np.float32),
-    )
+    masses, held, kept = np.empty((3, 1, vocab), np.float32)
     room = masses, held, kept, np.empty(vocab, np.int64)
     kernel.cut_rows(logits, (cuts.temperature, cuts.top_p, cuts.floor, wanted), room, FP32_ROUNDING, lowest)
     return np.nextafter(lowest, np.float32(-inf))
