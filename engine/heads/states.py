@@ -17,6 +17,10 @@ from engine.types import DrafterName
 
 log = logging.getLogger(__name__)
 
+LATE_PASSES = (
+    16  # plain passes whose states are copied together: a copy takes 1 to 3 % of a pass of the embedded target
+)
+
 _numbers = itertools.count()
 
 
@@ -43,6 +47,24 @@ class _Planned:
     sources: Staged | None  # the rows of the pass that go there; None: all
 
 
+@dataclass(slots=True)
+class _Late:
+    """The states of passes one after the other, which are not in the table so far: one row for each sequence."""
+
+    handles: list[int]
+    starts: list[int]  # the sequences' positions in the first pass
+    passes: list[Tensor]  # [sequences, width] each
+
+    def follows(self, handles: list[int], starts: Seq[int]) -> bool:
+        """Whether a pass over these positions is the next one."""
+        count = len(self.passes)
+        return handles == self.handles and [start - count for start in starts] == self.starts
+
+    def end(self, handle: int) -> int:
+        """The position behind the last one; 0 for another sequence."""
+        return self.starts[self.handles.index(handle)] + len(self.passes) if handle in self.handles else 0
+
+
 class TargetStates:
     """Keeps states by sequence until a head has read them.
 
@@ -54,7 +76,8 @@ class TargetStates:
     anew behind such a hole, with less context.
 
     The states are copied into one table, because a part of a pass's tensor would keep all of it alive. Everything else
-    moves row numbers only.
+    moves row numbers only. While the policy rests, no head reads anything. Then a pass has one row for each sequence,
+    and several passes are copied together.
     """
 
     def __init__(self, layers: tuple[int, ...], drafters: Set[DrafterName], max_rows: int) -> None:
@@ -67,6 +90,7 @@ class TargetStates:
         self._held: dict[int, _Held] = {}  # by handle
         self._free = _all_free(max_rows)  # rows of the table; the last one is taken next
         self._planned: _Planned | None = None
+        self._late: _Late | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -84,6 +108,7 @@ class TargetStates:
             self._lose_all()
 
     def _plan(self, feeds: Seq[Feed], starts: Seq[int], staging: Staging) -> None:
+        self._copy_late()
         self._drop_plan()
         end, sources = 0, list[int]()
         for feed in feeds:
@@ -106,18 +131,49 @@ class TargetStates:
                 self._copy(planned.targets.tensor, sources, states)
                 return
             self._drop_plan()
-            found, of = self._assign_rows(feeds, starts)
-            if found:
-                self._copy_found(found, of, states)
+            if len(feeds) == len(states) and all(self._serves(feed.sequence) for feed in feeds):
+                self._read_late([feed.sequence.handle for feed in feeds], starts, states)
+                return
+            self._copy_late()
+            self._copy_found(*self._assign_rows(feeds, starts), states)
+        except Exception:
+            self._lose_all()
+
+    def _read_late(self, handles: list[int], starts: Seq[int], states: Tensor) -> None:
+        """Read a pass with one row for each sequence when its states are needed, or with many others."""
+        if self._late is None or not self._late.follows(handles, starts):
+            self._copy_late()
+            self._late = _Late(handles, list(starts), [])
+        self._late.passes.append(states)
+        if len(self._late.passes) == LATE_PASSES:
+            self._copy_late()
+
+    def _copy_late(self) -> None:
+        """Copy what is late into the table. A failure is logged and costs the states of all sequences (R9)."""
+        if (late := self._late) is None:
+            return
+        self._late = None
+        try:
+            count = len(late.passes)
+            together = count * len(late.handles) <= len(self._free)
+            for first in range(0, count, count if together else 1):
+                passes = late.passes[first : first + count] if together else [late.passes[first]]
+                served = [
+                    (self._begin(h, s + first), len(passes)) for h, s in zip(late.handles, late.starts, strict=True)
+                ]
+                states = torch.stack(passes, 1).flatten(0, 1)
+                self._copy_found(*self._rows_for(served, list(range(len(states)))), states)
         except Exception:
             self._lose_all()
 
     def fits(self, feeds: Seq[Feed]) -> bool:
+        self._copy_late()
         self._drop_plan()
         return sum(feed.count for feed in feeds if self._serves(feed.sequence)) <= len(self._free)
 
     def prepare_padded(self, feeds: Seq[Feed], starts: Seq[int], rows: int, sequences: int, staging: Staging) -> Staged:
         """As StateReader.prepare_padded. States that nobody wants go to the last row of the table."""
+        self._copy_late()
         self._drop_plan()
         targets, taken = [self._max_rows] * (rows * sequences), list[int]()
         for i, feed in enumerate(feeds):
@@ -149,11 +205,15 @@ class TargetStates:
         """Forget all states: an exception has left them in an unknown state."""
         log.exception("the target's states could not be kept; heads draft nothing until there are new ones")
         self._held.clear()
-        self._planned, self._free = None, _all_free(self._max_rows)
+        self._planned, self._late, self._free = None, None, _all_free(self._max_rows)
 
     def settle(self, handle: int, base: int, accepted: Seq[int]) -> None:
         """Keep the states before position `base` and those of the accepted drafts. accepted: the accepted nodes in the
         order of their path; in a chain they are 0, 1, …. The i-th one moves to position base + i."""
+        if self._late is not None:
+            if 0 < self._late.end(handle) <= base:
+                return
+            self._copy_late()
         held = self._held.get(handle)
         if held is None or held.end <= base:
             return
@@ -167,6 +227,7 @@ class TargetStates:
 
     def positions(self, handle: int) -> range:
         """The positions whose states are kept."""
+        self._copy_late()
         held = self._held.get(handle)
         return range(0) if held is None else range(held.start, held.end)
 
@@ -183,6 +244,7 @@ class TargetStates:
 
     def skip(self, handle: int, start: int) -> None:
         """Drop the positions before `start`: the head has read them."""
+        self._copy_late()
         if (held := self._held.get(handle)) is not None:
             count = min(max(0, start - held.start), len(held.rows))
             self._give_back(held.rows[:count])
@@ -191,11 +253,13 @@ class TargetStates:
 
     def drop(self, handle: int) -> None:
         """Forget the sequence. Idempotent."""
+        self._copy_late()
         if (held := self._held.pop(handle, None)) is not None:
             self._give_back(held.rows)
 
     def audit(self, live: Set[int]) -> None:
         """Raise AssertionError if states are held for other handles than those in `live`."""
+        self._copy_late()
         assert self._held.keys() <= live, f"states of ended sequences are held: {sorted(self._held.keys() - live)}"
         planned = self._planned.rows if self._planned is not None else []
         rows = sorted([*self._free, *planned, *(row for held in self._held.values() for row in held.rows)])
@@ -234,6 +298,10 @@ class TargetStates:
             if self._serves(feed.sequence):
                 served.append((self._begin(feed.sequence.handle, start), end - begin))
                 sources += range(begin, end)
+        return self._rows_for(served, sources)
+
+    def _rows_for(self, served: Seq[tuple[_Held, int]], sources: list[int]) -> tuple[list[int], list[int]]:
+        """As _assign_rows, for so many next positions of each."""
         if len(sources) > len(self._free):
             return self._assign_fewer_rows(served, sources)
         rows, first = self._take_free(len(sources)), 0
@@ -291,6 +359,8 @@ class TargetStates:
     def _copy_found(self, rows: list[int], sources: list[int], states: Tensor) -> None:
         """As _copy. One copy is enough where all rows of the pass go to rows that follow each other, as they mostly do
         in plain decoding."""
+        if not rows:
+            return
         first, every = rows[0], len(sources) == len(states) and sources == list(range(len(sources)))
         if every and rows == list(range(first, first + len(rows))) and self._table is not None:
             self._table.narrow(0, first, len(rows)).copy_(states)

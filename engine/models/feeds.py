@@ -80,7 +80,7 @@ class StateReader(Protocol):
 
     def read(self, feeds: Seq[Feed], starts: Seq[int], states: Tensor) -> None:
         """Take the states [N, len(layers) · hidden] of a pass. The i-th feed's rows belong to the positions from
-        starts[i] on. Rows of drafts are among them; the verdict comes later."""
+        starts[i] on. Rows of drafts are among them; the verdict comes later. The tensor belongs to the reader."""
         ...
 
     def fits(self, feeds: Seq[Feed]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.device.staging import Staging
+from engine.heads import states as states_module
 from engine.heads.states import TargetStates
 from engine.models.adapter import ReplacedBase, States
 from engine.models.decoder import WatchedStates
@@ -238,7 +239,6 @@ class StatesMachine(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             self.states.prepare(feeds, starts, Staging(CPU))
         self.states.read(feeds, starts, table)
-        table.fill_(-1.0)  # the pass's memory goes to others
         for handle, modelled in self.modelled.items():
             held = self.states.positions(handle)
             if fits or not held:
@@ -247,12 +247,36 @@ class StatesMachine(RuleBasedStateMachine):
                 assert held.stop == max(modelled.kept) + 1
             modelled.kept = {p: s for p, s in modelled.kept.items() if p in held}
 
+    @rule(data=st.data(), passes=st.integers(1, 40))
+    def decode(self, data: st.DataObject, passes: int) -> None:
+        """Passes of one row for each sequence, as many as are copied together, and others in between."""
+        handles = sorted(data.draw(st.sets(st.sampled_from(SERVED), min_size=1)))
+        for number in range(passes):
+            if data.draw(st.integers(0, 9)) == 0:
+                handles = data.draw(st.permutations(handles))[: data.draw(st.integers(1, len(handles)))]
+            starts, states = list[int](), list[float]()
+            for handle in handles:
+                starts.append(self._continue(data, handle, 1, 0, [self.next_state], moves=number == 0))
+                states.append(self.next_state)
+                self.next_state += 1
+            feeds = [Feed(drafting(handle), 1) for handle in handles]
+            self.states.read(feeds, starts, torch.tensor(states)[:, None].expand(-1, 2).contiguous())
+            for handle in handles:
+                self.states.settle(handle, self.modelled[handle].base, ())
+        if sum(len(modelled.kept) for modelled in self.modelled.values()) > self.max_rows:
+            for handle, modelled in self.modelled.items():
+                held = self.states.positions(handle)
+                assert not held or held.stop == max(modelled.kept) + 1
+                modelled.kept = {p: s for p, s in modelled.kept.items() if p in held}
+
     @rule(handles=st.sets(st.sampled_from(SERVED), min_size=1), count=st.integers(1, 5), start=st.integers(0, 9))
     def prepare_a_pass_that_does_not_come(self, handles: set[int], count: int, start: int) -> None:
         feeds = [Feed(drafting(handle), count) for handle in handles]
         self.states.prepare(feeds, [start] * len(feeds), Staging(CPU))
 
-    def _continue(self, data: st.DataObject, handle: int, count: int, drafts: int, new: list[float]) -> int:
+    def _continue(
+        self, data: st.DataObject, handle: int, count: int, drafts: int, new: list[float], *, moves: bool = True
+    ) -> int:
         """Where the pass begins: behind the last token, earlier if a pass is tried again, later behind a hole; of a new
         sequence behind a prefix."""
         modelled = self.modelled.get(handle)
@@ -260,7 +284,7 @@ class StatesMachine(RuleBasedStateMachine):
             modelled = self.modelled[handle] = Modelled(data.draw(st.integers(0, 5)))
             start = modelled.base
         else:
-            start = max(0, modelled.base + data.draw(st.sampled_from((0, 0, 0, 0, -1, -3, 2))))
+            start = max(0, modelled.base + (data.draw(st.sampled_from((0, 0, 0, 0, -1, -3, 2))) if moves else 0))
         kept = {p: s for p, s in modelled.kept.items() if p < start}
         if start - 1 not in kept:
             kept = {}
@@ -354,6 +378,17 @@ def skip_one_more(self: TargetStates, handle: int, start: int) -> None:
     skip(self, handle, start + 1)
 
 
+def follow_anything(self: object, handles: object, starts: object) -> bool:
+    return True
+
+
+def copy_the_last_pass_only(self: TargetStates) -> None:
+    if self._late is not None:
+        del self._late.passes[:-1]
+    copy_late(self)
+
+
+copy_late = TargetStates._copy_late
 settle, begin, skip = TargetStates.settle, TargetStates._begin, TargetStates.skip
 
 
@@ -370,11 +405,14 @@ def lose_the_rows_of_a_plan(self: TargetStates) -> None:
         ("settle", keep_all),
         ("_begin", begin_behind),
         ("skip", skip_one_more),
+        ("_copy_late", copy_the_last_pass_only),
+        ("_Late.follows", follow_anything),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_negative_controls(name: str, wrong: Callable[..., Any], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(TargetStates, name, wrong)
+    owner = states_module._Late if name.startswith("_Late.") else TargetStates
+    monkeypatch.setattr(owner, name.removeprefix("_Late."), wrong)
     quick = settings(max_examples=300, phases=[Phase.generate], database=None, derandomize=True)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Roomy, settings=quick)
