@@ -7,6 +7,7 @@ that its request fixed and stays within the limits, which include PolicyConfig.m
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from sys import maxsize
 
 import numpy as np
@@ -19,6 +20,7 @@ from policies.trees import depths_of
 HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few percent of a round with few sequences
 LASTING = 2 * HOLDS  # rounds with drafts over which the cost of the next change to plain ones is spread
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
+LONGEST_REST = 4 * PROBE_EVERY  # rounds until the next choice: what has changed unseen costs no more than that
 PROBE_K = 4  # drafts of a probe: its first ones say most
 
 
@@ -117,22 +119,34 @@ class Goodput:
         if drafting and budget.unmeasured >= STALE and may_compare:
             none, why = np.maximum(observation.fixed, 0), _for_free(observation, "probe", reasons)
             return Choice(none, why, observation.trees, holds=compares), replace(budget, drafts=0, unmeasured=0)
-        if free.size and budget.rounds >= PROBE_EVERY:
+        wait = 0.0  # rounds until a probe may come
+        if free.size and budget.rounds >= HOLDS:
             place = free[observation.gaps[free].argmin()]
-            probe = ks.copy()
-            probe[place] = min(PROBE_K, int(observation.limits[place]))
-            cost_s = seconds(observation, probe, best.shapes, amortised=False)
-            cost_s = max(0.0, cost_s - seconds(observation, ks, best.shapes, amortised=False))
-            cost_s += 0.0 if ks.any() else observation.change_s
-            if cost_s <= budget.saved_s and self._may_pay(observation):
+            probe, cost_s = self._probe(observation, best, int(place))
+            if cost_s > budget.saved_s:
+                saved_s = self.probe_share * observation.round_s  # in a round
+                wait = (cost_s - budget.saved_s) / saved_s if saved_s else inf
+            elif not self._may_pay(observation):
+                wait = inf
+            elif budget.rounds >= PROBE_EVERY:
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
                 return Choice(probe, why, best.shapes), replace(budget, saved_s=budget.saved_s - cost_s, rounds=0)
         depths = np.array(depths_of(ks.tolist(), best.shapes))
         newcomer_k = int(np.median(depths[free])) if free.size else 0  # a chain, until the next choice
-        rests = PROBE_EVERY - HOLDS if not drafting and budget.rounds >= HOLDS else 0
+        rests = 0
+        if not drafting and budget.rounds >= HOLDS:
+            rests = int(min(max(wait, PROBE_EVERY), LONGEST_REST)) - HOLDS
         halved, resumed = before.drafts > 0 and before.drafts >= 2 * ks.sum(), drafting and before.rounds > 0
         holds = 1 if halved or resumed else HOLDS  # a drafter that fails is left alone sooner
         return Choice(ks, reasons, best.shapes, holds=holds, surprises=True, newcomer_k=newcomer_k, rests=rests), budget
+
+    def _probe(self, observation: Observation, best: Allocation, place: int) -> tuple[Ints, float]:
+        """([B] drafts of a probe with this sequence, the seconds by which they lengthen the rounds)."""
+        probe = best.ks.copy()
+        probe[place] = min(PROBE_K, int(observation.limits[place]))
+        cost_s = seconds(observation, probe, best.shapes, amortised=False)
+        cost_s = max(0.0, cost_s - seconds(observation, best.ks, best.shapes, amortised=False))
+        return probe, cost_s + (0.0 if best.ks.any() else observation.change_s)
 
     def _plan(self, observation: Observation) -> Allocation:
         last = fixed_drafts_only(observation)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from engine.trees import ROOT, Parents, fates, ranks
+from policies.control import SpecControl
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, RoundCost, Timing
 from policies.trees import depths_of, measure
@@ -175,10 +176,12 @@ class World:
         """One round. Raises ValueError for a decision that depends on the drafts' laws, which are not known here."""
         decoding = list(self.running.values())
         joining = self._join()
-        decision = NOTHING
+        decision, rest = NOTHING, None
         if decoding:
             candidates = [running.candidate() for running in decoding]
-            decision = control.plan(candidates, sum(running.job.prompt for running in joining))
+            if isinstance(control, SpecControl):  # as the engine does
+                rest = control.rest({c.handle: c.fixed for c in candidates}, [c.source for c in candidates])
+            decision = rest or control.plan(candidates, sum(running.job.prompt for running in joining))
         if decision.confidence:
             raise ValueError("a policy that cuts drafts by their confidence cannot be simulated")
         alphas = [self.alpha(running.handle) for running in decoding]
@@ -190,8 +193,11 @@ class World:
         accepted, emitted = [a for a, _, _ in came], [e for _, e, _ in came]
         drafted = [one for _, _, one in came if one]
         idle = [running.handle for running, k in zip(decoding, decision.ks, strict=True) if not k]
-        control.observe(self._measured(true), drafted, [*idle, *(running.handle for running in joining)])
-        took = true.draft_s + true.score_s + true.host_s
+        measured, took = self._measured(true), true.draft_s + true.score_s + true.host_s
+        if isinstance(control, SpecControl) and rest is not None:
+            control.rested(measured.draft_s + measured.score_s + measured.host_s)
+        else:
+            control.observe(measured, drafted, [*idle, *(running.handle for running in joining)])
         self.clock_s += took
         self.rounds += 1
         self._leave(control, [*decoding, *joining])

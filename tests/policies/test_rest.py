@@ -12,7 +12,7 @@ from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.held_choice import HeldChoice
 from policies.observation import FEW, SETTLING, STALE, Drafted, Timing
-from policies.spec_length import HOLDS, PROBE_EVERY, ProbeBudget, make_policy
+from policies.spec_length import HOLDS, LONGEST_REST, ProbeBudget, make_policy
 from tests.policies.observing import observe
 from tests.policies.test_control import DEPTH, candidate, control, play, timings
 from tests.policies.test_spec_length import choose
@@ -34,10 +34,10 @@ def rested() -> HeldChoice:
 
 
 def test_drafts_that_never_pay_end_in_a_rest() -> None:
-    held = rested()
-    assert held.rest_left == PROBE_EVERY - HOLDS
-    served = [held.rest(FIXED, MODEL) is not None for _ in range(PROBE_EVERY - HOLDS + 1)]
-    assert served == [True] * (PROBE_EVERY - HOLDS) + [False]
+    held, rounds = rested(), LONGEST_REST - HOLDS  # no probe may come
+    assert held.rest_left == rounds
+    served = [held.rest(FIXED, MODEL) is not None for _ in range(rounds + 1)]
+    assert served == [True] * rounds + [False]
     good = control(probe_share=0.0)
     play(good, [True] * 4, 60)
     assert good.rest(FIXED, MODEL) is None

@@ -13,7 +13,7 @@ from benchmarks.lab import analysis
 from policies.config import REASONS, PolicyConfig, PolicyName
 from policies.observation import Choice, Observation
 from policies.planner import fixed_drafts_only, plan, seconds
-from policies.spec_length import HOLDS, PROBE_EVERY, ProbeBudget, make_policy
+from policies.spec_length import HOLDS, LONGEST_REST, PROBE_EVERY, Goodput, ProbeBudget, make_policy
 from tests.policies.observing import DEPTH, machine, observe
 
 NAMES = get_args(PolicyName)
@@ -295,6 +295,27 @@ def test_half_of_the_drafts_is_a_choice_for_one_round(limit: int, holds: int) ->
 def test_probes_only_where_there_is_something_to_learn(changes: dict[str, Any], probed: bool) -> None:
     choice = choose("goodput", observe([0.02, 0.02], **changes), ProbeBudget(saved_s=1.0, rounds=PROBE_EVERY))
     assert ("probe" in choice.reasons) == probed
+
+
+@pytest.mark.parametrize(
+    ("saved_share", "rests"),
+    [(1.0, PROBE_EVERY), (0.5, 50), (0.2, 80), (0.9, PROBE_EVERY), (0.0, 100), (-9.0, LONGEST_REST)],
+)
+def test_a_rest_lasts_until_a_probe_may_come(saved_share: float, rests: int) -> None:
+    """A probe costs what 100 rounds save up. Nothing can be learned before it, and a choice takes time."""
+    observation = observe([0.05, 0.05], rounds=0, round_s=1e-3)
+    policy = Goodput(hysteresis=0.02, probe_share=0.01)
+    best = policy._plan(observation)
+    cost_s = policy._probe(observation, best, 0)[1]
+    observation = replace(observation, round_s=cost_s)  # so that a round saves 1 % of a probe
+    choice, _ = policy(observation, ProbeBudget(saved_s=saved_share * cost_s, rounds=PROBE_EVERY - 1))
+    assert choice.rests == pytest.approx(rests - HOLDS, abs=1)
+
+
+def test_drafts_that_cannot_pay_are_not_looked_at_soon() -> None:
+    observation = observe([0.02, 0.02], cost=machine(2, step_s=5e-3), rounds=0)
+    choice = choose("goodput", observation, ProbeBudget(saved_s=1.0, rounds=PROBE_EVERY))
+    assert choice.rests == LONGEST_REST - HOLDS
 
 
 def test_what_is_saved_up_is_bounded() -> None:
