@@ -30,7 +30,8 @@ class ProbeBudget:
 
     saved_s: float = 0.0  # time saved up for probes
     drafts: int = 0  # of the last plan
-    rounds: int = 0  # since the last drafts
+    drafting: bool = False  # whether it had any that no request had fixed
+    rounds: int = 0  # since the last of these
     unmeasured: int = STALE - PROBE_EVERY  # rounds since plain ones were last measured: at first the profile holds
 
 
@@ -118,7 +119,8 @@ class Goodput:
         may_compare = compares <= self.probe_share * STALE and not (observation.fixed > 0).any()
         if drafting and budget.unmeasured >= STALE and may_compare:
             none, why = np.maximum(observation.fixed, 0), _for_free(observation, "probe", reasons)
-            return Choice(none, why, observation.trees, holds=compares), replace(budget, drafts=0, unmeasured=0)
+            budget = replace(budget, drafts=0, drafting=False, unmeasured=0)
+            return Choice(none, why, observation.trees, holds=compares), budget
         wait = 0.0  # rounds until a probe may come
         if free.size and budget.rounds >= HOLDS:
             place = free[observation.gaps[free].argmin()]
@@ -172,7 +174,8 @@ class Goodput:
             saved_s = min(saved_s, PROBE_EVERY * observation.round_s)
         measured = rounds >= SETTLING + FEW and not budget.drafts
         unmeasured = 0 if measured else budget.unmeasured + rounds
-        return ProbeBudget(saved_s, int(best.ks.sum()), 0 if drafting else budget.rounds + rounds, unmeasured)
+        without = 0 if drafting or budget.drafting else budget.rounds + rounds
+        return ProbeBudget(saved_s, int(best.ks.sum()), drafting, without, unmeasured)
 
 
 def _theorem(observation: Observation, ratio: Floats) -> Ints:

@@ -270,7 +270,7 @@ def test_rounds_with_drafts_put_off_the_next_probe() -> None:
     while "probe" not in choice.reasons:
         choice, budget = policy(observe([0.05, 0.05]), budget)
         waited += 1
-    assert waited == PROBE_EVERY
+    assert waited == 1 + PROBE_EVERY  # the round before the first one had drafts
 
 
 @pytest.mark.parametrize(("limit", "holds"), [(4, 1), (5, HOLDS)])
@@ -310,6 +310,17 @@ def test_a_rest_lasts_until_a_probe_may_come(saved_share: float, rests: int) -> 
     observation = replace(observation, round_s=cost_s)  # so that a round saves 1 % of a probe
     choice, _ = policy(observation, ProbeBudget(saved_s=saved_share * cost_s, rounds=PROBE_EVERY - 1))
     assert choice.rests == pytest.approx(rests - HOLDS, abs=1)
+
+
+def test_the_rounds_before_a_rest_are_without_drafts() -> None:
+    """Those of the choice before had drafts. What they taught is fresh, so the next choice comes soon."""
+    policy = make_policy(PolicyConfig())
+    _, budget = policy(observe([0.9, 0.9], rounds=HOLDS), ProbeBudget())
+    choice, budget = policy(observe([0.02, 0.02], rounds=HOLDS), budget)
+    assert [choice.ks.sum(), choice.rests, budget.rounds] == [0, 0, 0]
+    choice, budget = policy(observe([0.02, 0.02], rounds=HOLDS), budget)
+    assert [choice.ks.sum(), budget.rounds] == [0, HOLDS]
+    assert choice.rests >= PROBE_EVERY - HOLDS
 
 
 def test_drafts_that_cannot_pay_are_not_looked_at_soon() -> None:
