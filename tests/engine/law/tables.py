@@ -49,7 +49,8 @@ class TableDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.table.dtype
+        """Of the states: prefixes as numbers, which fp32 cannot hold."""
+        return torch.float64
 
     @property
     def block_rows(self) -> int:
@@ -163,6 +164,11 @@ def table_engine(
     drafter = make_drafters(models, CPU, suffix_tokens=1000)
     tokenizer = cast(Tokenizer, Letters())
     return Engine(full, _runner(target, full), drafter, tokenizer, frozenset({END}), drafter.names)
+
+
+def table_engine_in_fp32() -> Engine:
+    """Logits are fp32. A CPU decides about such laws in compiled code, where Numba is there."""
+    return table_engine(TARGET.float(), DRAFT.float(), second=SECOND_DRAFT.float())
 
 
 def _runner(table: Tensor, config: EngineConfig) -> Runner:

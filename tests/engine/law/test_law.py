@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from engine import intake
+from engine.kernels import decide
+from engine.models.compiled import compiled_module
 from engine.sampling.noise import sequence_key
-from engine.types import SamplingParams
+from engine.types import SamplingParams, Verifier
 from tests.engine.law import checking, tables
 from tests.engine.law.checking import LOOK, PROMPT, SHARING, check, check_speculation, draw, law_of, refuses
 from tests.engine.law.configurations import SETTINGS, Configuration, everything, pairwise, small_design
@@ -93,6 +96,25 @@ def test_the_law_of_block_verification_holds_in_more_texts(left: Chunks, right: 
     for chunk in (*left, *right):
         counts.update(chunk)
     assert g_test(counts, law_of(MODEL_BLOCK.params)) > LEVEL
+
+
+@pytest.mark.parametrize("setting", ["plain", "top_k"])
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_the_law_holds_in_fp32(verifier: Verifier, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU decides about laws in fp32 in compiled code."""
+    calls, kernels = 0, compiled_module("cpu_laws")
+
+    def counted(name: str) -> ModuleType | None:
+        nonlocal calls
+        calls += 1
+        return kernels
+
+    monkeypatch.setattr(decide, "compiled_module", counted)
+    configuration = Configuration(setting, "model", verifier, 3, mixed=True)
+    sample = draw(configuration, 1000, engine=tables.table_engine_in_fp32())
+    check_speculation(configuration, sample)
+    assert calls
+    assert g_test(sample.counts, law_of(configuration.params)) > LEVEL
 
 
 def test_two_samples_of_the_same_configuration_agree(left: Chunks, right: Chunks) -> None:

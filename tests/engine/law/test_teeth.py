@@ -7,6 +7,7 @@ at most.
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.draft_columns import DraftLaws
 from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.kernels import cpu_laws, decide
 from engine.sampling import acceptance, sampler
 from engine.sampling.acceptance import emitted_law, log_residual
 from engine.sampling.noise import DRAFT_STREAM, argmax, stream_key
@@ -24,9 +27,11 @@ from engine.sampling.ragged import is_draft
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import Verifier
+from tests.engine.kernels.faults import with_fault
 from tests.engine.law.checking import check, draw, law_of, refuses
 from tests.engine.law.configurations import SETTINGS, Configuration
 from tests.engine.law.statistics import g_test
+from tests.engine.law.tables import table_engine_in_fp32
 
 pytestmark = pytest.mark.usefixtures("pruned_races")
 
@@ -95,7 +100,7 @@ def test_under_match_any_truncation_is_harmless(monkeypatch: Patch) -> None:
     assert check(ask("match"), 1200) > 1e-3
 
 
-def at_coin_zero(monkeypatch: Patch, verifier: Verifier) -> float:
+def at_coin_zero(monkeypatch: Patch, verifier: Verifier, engine: Engine | None = None) -> float:
     """The p-value with every coin at 0, where < and ≤ differ: the law is wrong then, but no text that p excludes."""
 
     def within(chances: Tensor, ks: Seq[int]) -> Tensor:
@@ -103,8 +108,8 @@ def at_coin_zero(monkeypatch: Patch, verifier: Verifier) -> float:
         return chances.double().masked_fill(~is_draft(ks, chances.device), -1.0)
 
     monkeypatch.setattr(acceptance, "_within", within)
-    monkeypatch.setattr(Sampler, "coins", lambda self, which, depth: torch.zeros(len(which), depth).double())
-    sample = draw(ask(verifier, "top_k"), 400)
+    monkeypatch.setattr(decide, "_coins", lambda drafts, keys, ends: torch.zeros(drafts.shape).double())
+    sample = draw(ask(verifier, "top_k"), 400, engine=engine)
     try:
         return g_test(sample.counts, law_of(SETTINGS["top_k"]))
     except AssertionError:
@@ -132,11 +137,27 @@ def test_a_coin_of_zero_accepts_nothing_impossible(
     assert at_coin_zero(monkeypatch, verifier) == -1
 
 
+@pytest.mark.parametrize(
+    ("verifier", "before", "after"),
+    [
+        ("rejection", "if not coins[j] < np.exp", "if not coins[j] <= np.exp"),
+        ("block", "if coins[j - 1] < chance", "if coins[j - 1] <= chance"),
+    ],
+)
+def test_compiled_code_accepts_nothing_impossible(
+    verifier: Verifier, before: str, after: str, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    assert at_coin_zero(monkeypatch, verifier, table_engine_in_fp32()) >= 0
+    with with_fault(cpu_laws, before, after, tmp_path) as faulty:
+        monkeypatch.setattr(decide, "compiled_module", lambda name: faulty)
+        assert at_coin_zero(monkeypatch, verifier, table_engine_in_fp32()) == -1
+
+
 @EXACT
 def test_the_bonus_from_raw_logits(verifier: Verifier, monkeypatch: Patch) -> None:
     def raw(logp: Tensor, logq: Tensor, log_scales: Tensor, accepted: Tensor, ks: Seq[int]) -> Tensor:
         weights = emitted_law(logp, logq, log_scales, accepted, ks)
-        complete = accepted == torch.tensor(ks)
+        complete = accepted == torch.as_tensor(ks)
         return torch.where(complete[:, None], weights * COLD, weights)
 
     monkeypatch.setattr(acceptance, "emitted_law", raw)
