@@ -14,6 +14,7 @@ from policies.observation import Candidate, Ints
 from policies.shapes import Parents
 from policies.trees import Shapes, cut
 
+NEWCOMER_WAIT = 24  # rounds of a rest that a sequence spends at most without a choice for it
 SURPRISE = 2.0  # accepted drafts over expected ones, or the reverse, from which on a choice is not used again
 
 _Drafts = tuple[int, Parents | None, Reason, float]  # k, its shape, its reason, chance of the first draft
@@ -68,6 +69,8 @@ class HeldChoice:
         if self.rest_left <= 0 or any(fixed.values()) or not self.suits(fixed, drafters):
             return None
         self.rest_left -= 1
+        if self.drafters is not None and not fixed.keys() <= self.places.keys():
+            self.rest_left = min(self.rest_left, NEWCOMER_WAIT)
         if list(fixed) == list(self.places):
             return self.decision
         return self.decide([Candidate(handle, k) for handle, k in fixed.items()], 0)

@@ -20,7 +20,7 @@ from policies.trees import depths_of
 HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few percent of a round with few sequences
 LASTING = 2 * HOLDS  # rounds with drafts over which the cost of the next change to plain ones is spread
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
-LONGEST_REST = 4 * PROBE_EVERY  # rounds until the next choice: what has changed unseen costs no more than that
+LONGEST_REST = 4 * PROBE_EVERY  # rounds until the next choice at most: loads and prices change unseen meanwhile
 PROBE_K = 4  # drafts of a probe: its first ones say most
 
 

@@ -17,9 +17,9 @@ from engine.types import DrafterName
 
 log = logging.getLogger(__name__)
 
-LATE_PASSES = (
-    16  # plain passes whose states are copied together: a copy takes 1 to 3 % of a pass of the embedded target
-)
+# Rows of plain passes that are copied into the table together. A copy for each pass took 1 to 3 % of the passes of the
+# embedded target.
+LATE_ROWS = 128
 
 _numbers = itertools.count()
 
@@ -60,10 +60,6 @@ class _Late:
         count = len(self.passes)
         return handles == self.handles and [start - count for start in starts] == self.starts
 
-    def end(self, handle: int) -> int:
-        """The position behind the last one; 0 for another sequence."""
-        return self.starts[self.handles.index(handle)] + len(self.passes) if handle in self.handles else 0
-
 
 class TargetStates:
     """Keeps states by sequence until a head has read them.
@@ -76,16 +72,18 @@ class TargetStates:
     anew behind such a hole, with less context.
 
     The states are copied into one table, because a part of a pass's tensor would keep all of it alive. Everything else
-    moves row numbers only. While the policy rests, no head reads anything. Then a pass has one row for each sequence,
-    and several passes are copied together.
+    moves row numbers only. While the policy rests, a head may read nothing for many rounds. Then a pass has one row for
+    each sequence, and several passes are copied together.
     """
 
-    def __init__(self, layers: tuple[int, ...], drafters: Set[DrafterName], max_rows: int) -> None:
-        """drafters: the drafters that ask the head; sequences of others keep nothing."""
+    def __init__(self, layers: tuple[int, ...], drafters: Set[DrafterName], max_rows: int, late_rows: int = 0) -> None:
+        """drafters: the drafters that ask the head; sequences of others keep nothing. late_rows: how many rows of plain
+        passes may wait for their copy; 0 for heads that use the states of every pass at once."""
         self.number = next(_numbers)
         self._layers = layers
         self._drafters = drafters
         self._max_rows = max_rows
+        self._late_rows = late_rows
         self._table: Tensor | None = None  # [max_rows + 1, width], made by the first pass; nobody reads the last row
         self._held: dict[int, _Held] = {}  # by handle
         self._free = _all_free(max_rows)  # rows of the table; the last one is taken next
@@ -131,7 +129,7 @@ class TargetStates:
                 self._copy(planned.targets.tensor, sources, states)
                 return
             self._drop_plan()
-            if len(feeds) == len(states) and all(self._serves(feed.sequence) for feed in feeds):
+            if 2 * len(states) <= self._late_rows and self._is_plain(feeds, states):
                 self._read_late([feed.sequence.handle for feed in feeds], starts, states)
                 return
             self._copy_late()
@@ -145,8 +143,12 @@ class TargetStates:
             self._copy_late()
             self._late = _Late(handles, list(starts), [])
         self._late.passes.append(states)
-        if len(self._late.passes) == LATE_PASSES:
+        if (1 + len(self._late.passes)) * len(states) > self._late_rows:
             self._copy_late()
+
+    def _is_plain(self, feeds: Seq[Feed], states: Tensor) -> bool:
+        """Whether a pass has one row for each sequence, and all are served."""
+        return len(feeds) == len(states) and all(self._serves(feed.sequence) for feed in feeds)
 
     def _copy_late(self) -> None:
         """Copy what is late into the table. A failure is logged and costs the states of all sequences (R9)."""
@@ -210,11 +212,7 @@ class TargetStates:
     def settle(self, handle: int, base: int, accepted: Seq[int]) -> None:
         """Keep the states before position `base` and those of the accepted drafts. accepted: the accepted nodes in the
         order of their path; in a chain they are 0, 1, …. The i-th one moves to position base + i."""
-        if self._late is not None:
-            if 0 < self._late.end(handle) <= base:
-                return
-            self._copy_late()
-        held = self._held.get(handle)
+        held = self._held.get(handle)  # without late states: these are of committed tokens
         if held is None or held.end <= base:
             return
         before = max(0, base - held.start)
@@ -233,6 +231,7 @@ class TargetStates:
 
     def row_numbers(self, handle: int, start: int, stop: int) -> list[int]:
         """The rows of the table that hold the states of these positions, which must be kept."""
+        self._copy_late()
         held = self._held[handle]
         assert held.start <= start <= stop <= held.end, f"{start} to {stop} is not in {held.start} to {held.end}"
         return held.rows[start - held.start : stop - held.start]
@@ -259,8 +258,8 @@ class TargetStates:
 
     def audit(self, live: Set[int]) -> None:
         """Raise AssertionError if states are held for other handles than those in `live`."""
-        self._copy_late()
-        assert self._held.keys() <= live, f"states of ended sequences are held: {sorted(self._held.keys() - live)}"
+        handles = self._held.keys() | set(self._late.handles if self._late else ())
+        assert handles <= live, f"states of ended sequences are held: {sorted(handles - live)}"
         planned = self._planned.rows if self._planned is not None else []
         rows = sorted([*self._free, *planned, *(row for held in self._held.values() for row in held.rows)])
         assert rows == list(range(self._max_rows)), "rows of the table are lost, or held twice"

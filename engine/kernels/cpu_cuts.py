@@ -34,8 +34,9 @@ OPERATIONS = 3  # on the way to an exponent
 EXP_ERROR = 8  # bound on the relative error of an exponential, in units of an operation's rounding
 MASS_MARGIN = 1e-3  # relative margin of a mass, for rounding in fp32
 EDGE = 1e-5  # relative distance from which on two masses in fp32 have the order of their logits
-HALVINGS = 7  # of the octaves that the cut's mass may have: then some tokens in a hundred are left
-NUMBERS = VECTOR_BYTES // 4  # rows of scratch memory are whole vectors of so many
+HALVINGS = 7  # of the interval of masses, on a scale of logarithms: some tokens in a hundred are left in it
+ROUNDING_PER_TOKEN = 2.0**-50  # bound on the error of a sum of masses in fp64, per token
+NUMBERS = VECTOR_BYTES // 4  # of a vector
 
 
 @compiled
@@ -64,8 +65,8 @@ def mass_of(masses: Any, count: int) -> float:
 
 
 @compiled
-def mass_from(keys: Any, masses: Any, count: int, least: int) -> float:
-    """The sum of the masses whose keys are at least `least`."""
+def mass_from(keys: Any, masses: Any, count: int, least: Any) -> float:
+    """The sum of the masses whose keys are at least `least`, in fp64. keys: numbers in the order of the logits."""
     total = 0.0
     for i in range(count):
         total += masses[i] if keys[i] >= least else 0.0
@@ -222,7 +223,7 @@ def cut_rows(logits: Any, cuts: Any, room: Any, rounding: float, lowest: Any) ->
             continue
         cut = cut_point(keys, kept[0], count, p * total - above)
         without, inside = above + mass_from(keys, kept[0], count, cut + 1), above + mass_from(keys, kept[0], count, cut)
-        error = share_error(p, abs(best * inverse), vocab) * rounding
+        error = share_error(p, abs(best * inverse), vocab) * rounding + vocab * ROUNDING_PER_TOKEN
         given = cut, np.float64(best), temperatures[row], floors[row]
         found, mass, alone = lowest_kept((held[0], kept[0], keys), count, *given)
         clear = without / total + error < p < inside / total - error

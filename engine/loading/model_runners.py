@@ -11,7 +11,7 @@ from engine.device.round_limits import RoundLimits
 from engine.device.staging import Staging
 from engine.heads.eagle import EagleHead
 from engine.heads.eagle_runner import HeadRunner
-from engine.heads.states import TargetStates
+from engine.heads.states import LATE_ROWS, TargetStates
 from engine.models.decoder import LanguageModel
 from engine.models.runner import Runner
 from engine.types import DrafterName
@@ -49,7 +49,7 @@ def draft_runner(config: EngineConfig, model: Model, layout: Layout, staging: St
     if not isinstance(model, EagleHead):
         runner = Runner(model, layout, staging.device, staging=staging)
     else:
-        states = TargetStates(model.layers, HEAD_DRAFTERS, max_states(config))
+        states = TargetStates(model.layers, HEAD_DRAFTERS, max_states(config), LATE_ROWS)
         runner = HeadRunner(model, layout, states, staging)
     if config.products == "auto":
         runner.attention_plans.measure()

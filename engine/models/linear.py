@@ -31,8 +31,8 @@ FORMS: tuple[ProductForm, ...] = get_args(ProductForm)
 AS_STORED: tuple[ProductForm, ...] = ("plain", "compiled")  # forms that share one memory
 COMPILED: tuple[ProductForm, ...] = ("compiled", "compiled_int8")
 # Largest number of rows of each bucket, at which forms are measured. The last one holds all larger numbers too. Some
-# kernels become twice as fast at 16 rows, others lose from row to row: at 16 rows compiled layers may be as much faster
-# as torch's are at 40. And code that is fast for 40 rows may be slow for a prompt.
+# kernels become twice as fast at 16 rows. Compiled layers may be faster than torch's with 16 rows and slower with 40.
+# And code that is fast for 40 rows may be slow for a prompt.
 BUCKETS = (1, 2, 3, 5, 9, 15, 24, 40, 96)
 FormChoice = Sequence[ProductForm]  # a form for each bucket
 

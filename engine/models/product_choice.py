@@ -49,17 +49,8 @@ SETTLING = 6  # passes through a model until a cache holds what it can: 4 on a X
 STEADY = 1.15  # the second fastest sweep of an undisturbed measurement takes at most this many times the fastest
 PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
 SECOND_FORM_GAIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
-IMPORTANCE = (
-    4,
-    1,
-    2,
-    3,
-    2,
-    1,
-    1,
-    1,
-    1,
-)  # weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9
+# Weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9.
+IMPORTANCE = (4, 1, 2, 3, 2, 1, 1, 1, 1)
 
 
 class ProductShape(NamedTuple):

@@ -75,6 +75,12 @@ class CutRows:
     last_removed: dict[int, float]  # row → the largest logit that is removed, for rows that keep many
     left: list[int]  # rows not wanted, or those that only a sum in a higher precision or a sort of the row can decide
 
+    @classmethod
+    def of(cls, lasts: Numbers) -> "CutRows":
+        """Of what removed_up_to() found."""
+        known = {row: last for row, last in enumerate(lasts.tolist()) if not isnan(last)}
+        return cls(NO_TOKENS, known, [row for row in range(len(lasts)) if row not in known])
+
     def write(self, logits: Tensor, result: Tensor) -> None:
         """Write the rows of logits [F, vocab] that were cut to `result`, with −inf for the tokens that are removed."""
         for row in set(range(len(logits))) - self.last_removed.keys() - set(self.left):
@@ -84,17 +90,18 @@ class CutRows:
             torch.threshold(logits[row], last_removed, -inf, out=result[row])
 
 
-def last_removed(logits: Tensor, cuts: Cuts) -> Numbers | None:
-    """The largest number [F] that the filters remove from logits [F, vocab], where they need no scores: None if they do
-    for any row, or if a row is not clear."""
-    kernel = _kernel_for(logits)
-    if kernel is None or not (cuts.wanted | cuts.by_floor).all():
-        return None
-    found = _last_below_floor(logits, cuts) if cuts.by_floor.any() else np.full(len(logits), nan, np.float32)
+def removed_up_to(logits: Tensor, cuts: Cuts) -> Numbers:
+    """The largest number [F] that is removed from logits [F, vocab], in fp32 or fp64, of at most LONG_ROW tokens.
+
+    NaN for rows that are not to be cut, or for which only a sum in a higher precision or a sort of the row can decide.
+    """
+    by_mass: Numbers = np.full(len(logits), nan)
     if cuts.wanted.any():
-        by_mass = _compiled_cuts(kernel, np.ascontiguousarray(logits.numpy()), cuts)
-        found = np.where(cuts.by_floor, found, by_mass)
-    return None if np.isnan(found).any() else found
+        kernel = compiled_module("cpu_cuts") if logits.dtype == torch.float32 else None
+        by_mass = _cut_by_sorting(logits, cuts) if kernel is None else _compiled_cuts(kernel, logits, cuts)
+    if not cuts.by_floor.any():
+        return by_mass
+    return np.where(cuts.by_floor, _last_below_floor(logits, cuts), by_mass)
 
 
 def _last_below_floor(logits: Tensor, cuts: Cuts) -> Numbers:
@@ -110,16 +117,20 @@ def _last_below_floor(logits: Tensor, cuts: Cuts) -> Numbers:
                 break
             below = np.nextafter(last, np.array(-inf, last.dtype))
             last = np.where(is_kept, below, np.where(is_low, above, last))
-    return np.where(is_kept | is_low | ~np.isfinite(best), np.array(nan, last.dtype), last)
+    unclear = (is_kept | is_low) & (cuts.floor > -inf) | ~np.isfinite(best)
+    return np.where(unclear, np.array(nan, last.dtype), last)
 
 
 def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
     """Find what the cuts remove from logits [F, vocab], contiguous, in fp32 or fp64."""
-    rows, vocab = logits.shape
-    if vocab > LONG_ROW:
+    if logits.shape[1] > LONG_ROW:
         return _cut_long_rows(logits, cuts)
-    if (kernel := _kernel_for(logits)) is not None:
-        return _as_found(_compiled_cuts(kernel, logits.numpy(), cuts))
+    return CutRows.of(removed_up_to(logits, cuts))
+
+
+def _cut_by_sorting(logits: Tensor, cuts: Cuts) -> Numbers:
+    """As _compiled_cuts, without compiled code."""
+    rows, vocab = logits.shape
     together = max(1, TOGETHER // vocab)
     masses = torch.empty(min(together, rows), vocab, dtype=logits.dtype)
     found = np.full(rows, nan)
@@ -127,35 +138,23 @@ def cut_rows(logits: Tensor, cuts: Cuts) -> CutRows:
         part = slice(first, first + together)
         chosen = cuts.pick(part)
         if chosen.wanted.any():
-            found[part] = _last_removed(logits[part], chosen, masses[: len(chosen.wanted)])
-    return _as_found(found)
-
-
-def _kernel_for(logits: Tensor) -> ModuleType | None:
-    """The compiled code that cuts such rows."""
-    if logits.dtype != torch.float32 or logits.shape[1] > LONG_ROW:
-        return None
-    return compiled_module("cpu_cuts")
-
-
-def _as_found(lasts: Numbers) -> CutRows:
-    """lasts [F]: the largest logit that is removed, NaN where it is not clear."""
-    found = CutRows(NO_TOKENS, {}, [])
-    for row, last in enumerate(lasts.tolist()):
-        if isnan(last):
-            found.left.append(row)
-        else:
-            found.last_removed[row] = last
+            found[part] = _cut_together(logits[part], chosen, masses[: len(chosen.wanted)])
     return found
 
 
-def _compiled_cuts(kernel: ModuleType, logits: Numbers, cuts: Cuts) -> Numbers:
+def _compiled_cuts(kernel: ModuleType, logits: Tensor, cuts: Cuts) -> Numbers:
     """The largest logit [F] that the cuts remove; NaN where that is not clear. logits: fp32."""
     rows, vocab = logits.shape
     lowest, wanted = np.empty(rows, np.float32), cuts.wanted & (cuts.temperature >= LOWEST_FP32_TEMPERATURE)
     masses, held, kept = np.empty((3, 1, vocab), np.float32)
     room = masses, held, kept, np.empty(vocab, np.int64)
-    kernel.cut_rows(logits, (cuts.temperature, cuts.top_p, cuts.floor, wanted), room, FP32_ROUNDING, lowest)
+    kernel.cut_rows(
+        np.ascontiguousarray(logits.numpy()),
+        (cuts.temperature, cuts.top_p, cuts.floor, wanted),
+        room,
+        FP32_ROUNDING,
+        lowest,
+    )
     return np.nextafter(lowest, np.float32(-inf))
 
 
@@ -181,7 +180,7 @@ def _cut_long_rows(logits: Tensor, cuts: Cuts) -> CutRows:
     return found
 
 
-def _last_removed(logits: Tensor, cuts: Cuts, scratch: Tensor) -> Numbers:
+def _cut_together(logits: Tensor, cuts: Cuts, scratch: Tensor) -> Numbers:
     """The largest logit [F] that the cuts remove from rows that share every pass; NaN where that is not clear."""
     best = logits.amax(-1)
     wanted = cuts.wanted & np.isfinite(best.numpy()) & (cuts.temperature >= LOWEST_FP32_TEMPERATURE)
@@ -264,7 +263,7 @@ class _Masses:
             return np.full_like(share, vocab * ROUNDING_PER_TOKEN)
         sizes = 2 * (self.size + log(vocab)) - np.log(share * (1 - share))
         masses = share * (1 - share) * (self.operations * sizes + 2 * EXP_ERROR)
-        return (masses + SUMMED * share) * FP32_ROUNDING
+        return (masses + SUMMED * share) * FP32_ROUNDING + vocab * ROUNDING_PER_TOKEN
 
     def of_sorted(self, table: Numbers) -> Numbers:
         """The masses of logits [F, n] of these rows."""

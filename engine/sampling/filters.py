@@ -13,7 +13,6 @@ from engine.sampling.cuts import SERIAL_LIMIT, SORT_LIMIT, LogitsRow
 from engine.types import SamplingParams
 
 SHORT_ROW = 256  # rows of at most this many logits are sorted whole
-SCORED_TOGETHER = 32_768  # scores in fp64: this many stay in a processor's second cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def truncated(logits: Tensor, filters: Filters) -> Tensor:
     if not cuts_without_sorting(logits):
         return logits.masked_fill(removed(logits, filters), -torch.inf)
     logits = logits.contiguous()
-    return truncated_rows(logits, filters, cut_without_sorting(logits, filters))
+    return truncated_rows(logits, filters, cut_rows(logits, cuts_of(filters, logits.shape[-1])))
 
 
 def cuts_without_sorting(logits: Tensor) -> bool:
@@ -74,13 +73,8 @@ def cuts_of(filters: Filters, vocab_size: int) -> Cuts:
     return Cuts(*(column.numpy() for column in columns))
 
 
-def cut_without_sorting(logits: Tensor, filters: Filters) -> CutRows:
-    """What truncated() removes from the rows that it need not sort. logits: contiguous, on the CPU."""
-    return cut_rows(logits, cuts_of(filters, logits.shape[-1]))
-
-
 def truncated_rows(logits: Tensor, filters: Filters, cut: CutRows) -> Tensor:
-    """As truncated(), after cut_without_sorting()."""
+    """As truncated(), after cut_rows()."""
     short = logits.shape[-1] <= SORT_LIMIT
     if short and len(cut.left) == len(logits):
         return _truncated_whole(logits, filters)
@@ -96,8 +90,7 @@ def truncated_rows(logits: Tensor, filters: Filters, cut: CutRows) -> Tensor:
 
 def _truncated_whole(logits: Tensor, filters: Filters) -> Tensor:
     """As truncated(), by passes over whole rows."""
-    by_min_p = bool((filters.top_p == 1).all()) and bool((filters.top_k >= logits.shape[-1]).all())
-    gone = (removed_by_min_p if by_min_p else removed)(logits, filters)
+    gone = removed(logits, filters)
     # By numpy: torch takes three times as long where the mask is irregular.
     values = logits.numpy()
     return torch.from_numpy(np.where(gone.numpy(), np.array(-np.inf, values.dtype), values))
@@ -138,20 +131,6 @@ def removed(logits: Tensor, filters: Filters) -> Tensor:
         threshold = torch.where(filters.top_p[:, None] < 1, torch.maximum(threshold, first_kept), threshold)
     lowest_kept = ordered.gather(-1, (ascending < threshold).sum(-1, keepdim=True).clamp_(max=vocab - 1))
     return logits < lowest_kept
-
-
-def removed_by_min_p(logits: Tensor, filters: Filters) -> Tensor:
-    """As removed(), for rows without top-k and top-p. No row is sorted."""
-    best = logits.amax(-1, keepdim=True).double()
-    lowest = filters.min_p.log()[:, None] + (best - best)  # a best score that is not finite removes nothing
-    temperatures = filters.temperature.clamp(min=torch.finfo(torch.float64).tiny)[:, None]
-    gone = torch.empty(logits.shape, dtype=torch.bool)
-    columns = (logits, best, temperatures, lowest, gone)
-    for row, own_best, temperature, limit, result in zip(
-        *(column.split(max(1, SCORED_TOGETHER // logits.shape[-1])) for column in columns), strict=True
-    ):
-        torch.lt((row - own_best).div_(temperature), limit, out=result)  # in fp64, as apply_temperature() makes them
-    return gone
 
 
 def apply_temperature(scores: Tensor, temperatures: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Draws of rows whose filters keep few tokens, on the CPU: no scores are made for the others."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,8 +11,8 @@ from engine.device.staging import RoundNumbers
 from engine.kernels.decide import decide_chains
 from engine.kernels.laws import draft_laws, log_law
 from engine.sampling.adjustments import take
-from engine.sampling.candidates import NO_TOKENS, CutRows
-from engine.sampling.filters import SHORT_ROW, Filters, cut_without_sorting, truncated_rows
+from engine.sampling.candidates import LONG_ROW, NO_TOKENS, CutRows, Cuts, cut_rows, removed_up_to
+from engine.sampling.filters import SHORT_ROW, Filters, cuts_of, truncated_rows
 from engine.sampling.noise import GumbelRace, are_finite
 from engine.types import SamplingParams
 
@@ -18,11 +20,26 @@ TOKENS = 2 * SHORT_ROW  # of a row that is not sorted whole
 
 
 def draw_kept(
-    logits: Tensor, filters: Filters, race: GumbelRace, runners: Seq[int], numbers: RoundNumbers
+    logits: Tensor,
+    cuts: Cuts,
+    filters: Callable[[], Filters],
+    race: GumbelRace,
+    runners: Seq[int],
+    numbers: RoundNumbers,
 ) -> tuple[Tensor, Tensor]:
-    """(token ids [R], whether each one's score is finite), from contiguous logits [R, vocab]. runners: the number of
-    each row in the race. Rows that keep many tokens get scores."""
-    cut = cut_without_sorting(logits, filters)
+    """(token ids [R], whether each one's score is finite), from logits [R, vocab].
+
+    filters: of these rows, for those whose cut is not clear; only these get scores. runners: the number of each row in
+    the race.
+    """
+    if logits.shape[1] > LONG_ROW:
+        logits = logits.contiguous()
+        cut = cut_rows(logits, cuts)
+    else:
+        lasts = removed_up_to(logits, cuts)
+        if not np.isnan(lasts).any():
+            return race.run(logits, runners, lasts), torch.ones(len(runners), dtype=torch.bool)
+        cut = CutRows.of(lasts)
     drawn, finite = race.run_kept(cut.kept, runners), torch.ones(len(runners), dtype=torch.bool)
     if cut.last_removed:
         picked, last = list(cut.last_removed), list(cut.last_removed.values())
@@ -30,7 +47,7 @@ def draw_kept(
     if cut.left:
         index = torch.tensor(cut.left)
         found = CutRows(NO_TOKENS, {}, list(range(len(cut.left))))
-        scores = truncated_rows(logits[index], filters.pick(index), found)
+        scores = truncated_rows(logits[index], filters().pick(index), found)
         drawn[index] = race.run(scores, [runners[n] for n in cut.left])
         finite[index] = are_finite(scores, drawn[index])
     return drawn, finite
@@ -42,4 +59,4 @@ def compile_draws() -> None:
     GumbelRace(one, one, warm, TOKENS).run(logits, [0])
     laws = log_law(logits, warm)[None]
     decide_chains(laws.expand(1, 2, -1), draft_laws(laws, None, one[None], laws), one[None], one, warm, one, one)
-    cut_without_sorting(logits, Filters.make([SamplingParams(top_p=0.5)], TOKENS, logits.device))
+    removed_up_to(logits, cuts_of(Filters.make([SamplingParams(top_p=0.5)], TOKENS, logits.device), TOKENS))

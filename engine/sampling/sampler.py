@@ -28,7 +28,7 @@ from cache.transfer import index_tensor
 from engine.device.staging import RoundNumbers, Staged, Staging
 from engine.kernels.laws import log_law
 from engine.sampling.adjustments import Adjustments, RoundRows, put, take
-from engine.sampling.candidates import Cuts, last_removed
+from engine.sampling.candidates import Cuts
 from engine.sampling.device_adjustments import DeviceAdjustments
 from engine.sampling.device_draws import DeviceFilters, DeviceRace
 from engine.sampling.filters import (
@@ -165,15 +165,12 @@ class Sampler:
         return all(row in self._filter_row and row in self._noisy for row in rows) and cuts_without_sorting(logits)
 
     def _draw_kept(self, logits: Tensor, rows: Seq[int], *, drafting: bool) -> tuple[Tensor, Tensor]:
-        """As draw(), for rows that all have filters and noise. Only rows that keep many tokens get scores."""
-        race, runners = self._race_of(rows, drafting)
+        """As draw(), for rows that all have filters and noise."""
         if self._cuts is None and self._filters is not None:
             self._cuts = cuts_of(self._filters, self._vocab_size)
         assert self._cuts is not None
-        lasts = last_removed(logits, self._cuts.pick([self._filter_row[row] for row in rows]))
-        if lasts is not None:
-            return race.run(logits, runners, lasts), torch.ones(len(rows), dtype=torch.bool)
-        return draw_kept(logits.contiguous(), self._filters_of(rows), race, runners, self.numbers)
+        cuts = self._cuts.pick([self._filter_row[row] for row in rows])
+        return draw_kept(logits, cuts, lambda: self._filters_of(rows), *self._race_of(rows, drafting), self.numbers)
 
     def scores(self, logits: Tensor, rows: Seq[int], drafts: Tensor | None = None) -> Tensor:
         """The transform without the division by the temperature, [R, vocab] → [R, vocab]; −inf for excluded tokens.

@@ -10,7 +10,7 @@ import pytest
 from policies import spec_length
 from policies.config import PolicyConfig
 from policies.control import SpecControl
-from policies.held_choice import HeldChoice
+from policies.held_choice import NEWCOMER_WAIT, HeldChoice
 from policies.observation import FEW, SETTLING, STALE, Drafted, Timing
 from policies.spec_length import HOLDS, LONGEST_REST, ProbeBudget, make_policy
 from tests.policies.observing import observe
@@ -58,6 +58,14 @@ def test_drafts_that_never_pay_end_in_a_rest() -> None:
 )
 def test_what_ends_a_rest(fixed: dict[int, int | None], drafters: list[str | None], serves: bool) -> None:
     assert (rested().rest(fixed, drafters) is not None) is serves
+
+
+def test_a_newcomer_does_not_wait_for_the_end_of_a_long_rest() -> None:
+    held = rested()
+    assert held.rest_left > 2 * NEWCOMER_WAIT
+    with_another: dict[int, int | None] = {0: None, 1: None, 2: None, 9: None}
+    served = [held.rest(with_another, MODEL) is not None for _ in range(2 * NEWCOMER_WAIT)]
+    assert sum(served) == 1 + NEWCOMER_WAIT
 
 
 def test_what_a_rest_answers() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.base import NO_TOKEN
-from engine.kernels import cpu_laws, laws
+from engine.kernels import laws
 from engine.kernels.laws import NO_LAW
 from engine.sampling.filters import apply_temperature
 from tests.engine.kernels.faults import with_fault
@@ -96,6 +96,8 @@ def test_on_a_cpu_a_law_is_the_reference(dtype: torch.dtype) -> None:
 def test_a_fault_in_the_compiled_laws_shows(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from engine.kernels import cpu_laws
+
     args = scores(torch.float32), TEMPERATURES
     with with_fault(cpu_laws, before, after, tmp_path) as faulty:
         monkeypatch.setattr(laws, "compiled_module", lambda name: faulty)
@@ -187,6 +189,8 @@ def test_laws_of_drafts_are_those_they_came_with(width: int, dtype: torch.dtype)
 def test_a_fault_in_the_compiled_laws_of_drafts_shows(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from engine.kernels import cpu_laws
+
     seen = False
     with with_fault(cpu_laws, before, after, tmp_path) as faulty:
         monkeypatch.setattr(laws, "compiled_module", lambda name: faulty)

@@ -18,7 +18,7 @@ from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.draft_columns import DraftLaws
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
-from engine.kernels import cpu_laws, decide
+from engine.kernels import decide
 from engine.sampling import acceptance, sampler
 from engine.sampling.acceptance import emitted_law, log_residual
 from engine.sampling.noise import DRAFT_STREAM, argmax, stream_key
@@ -147,6 +147,8 @@ def test_a_coin_of_zero_accepts_nothing_impossible(
 def test_compiled_code_accepts_nothing_impossible(
     verifier: Verifier, before: str, after: str, monkeypatch: Patch, tmp_path: Path
 ) -> None:
+    from engine.kernels import cpu_laws
+
     assert at_coin_zero(monkeypatch, verifier, table_engine_in_fp32()) >= 0
     with with_fault(cpu_laws, before, after, tmp_path) as faulty:
         monkeypatch.setattr(decide, "compiled_module", lambda name: faulty)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf, nan
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.models.compiled import compiled_module
 from engine.sampling import candidates, cuts, filters, long_row
 from engine.sampling.filters import Filters, removed, truncated
 from engine.types import SamplingParams
+from tests.engine.kernels.faults import with_fault
 
 Floats = NDArray[np.float64]
 CPU = torch.device("cpu")
@@ -86,7 +89,7 @@ def some_params(rows: int, vocab: int, g: torch.Generator) -> list[SamplingParam
             SamplingParams(),
             temperature=choose(1e-300, 1e-6, 0.3, 1.0, 1.0, 2.0),
             top_k=int(choose(0, 0, 1, 7, vocab // 2, vocab - 1)),
-            top_p=choose(1e-12, 0.1, 0.5, 0.9, 0.9, 0.999, 1 - 1e-12, 1.0),
+            top_p=choose(1e-12, 0.1, 0.5, 0.9, 0.9, 0.999, 1 - 1e-12, 1 - 1e-14, 1 - 2**-53, 1.0),
             min_p=choose(0.0, 0.0, 1e-300, 0.05, 0.5, 1.0),
         )
         for _ in range(rows)
@@ -123,7 +126,7 @@ def test_a_cut_removes_what_the_definition_removes(kind: Kind, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [normal, ties, all_equal, forbidden, only_one, huge], ids=lambda kind: kind.__name__)
 def test_rows_with_min_p_alone_are_not_sorted(kind: Kind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(0)
     for shape in ((9, 300), (9, 4096)):
@@ -218,18 +221,19 @@ def test_either_way_removes_what_the_definition_removes(
 
 
 def answers_without_scores(kind: Kind) -> tuple[int, int, int]:
-    """(rows for which last_removed() has an answer, wrong ones among them, rows)."""
+    """(rows for which removed_up_to() has an answer, wrong ones among them, rows)."""
     answered, wrong, rows = 0, 0, 0
     for seed, shape in enumerate(SHAPES[:-1]):
         g = torch.Generator().manual_seed(seed)
         logits = kind(shape, g).float()
         for row, params in zip(logits[:, None], some_params(*shape, g), strict=True):
             chosen = Filters.make([replace(params, top_k=0)], shape[1], CPU)
-            lasts = candidates.last_removed(row, filters.cuts_of(chosen, shape[1]))
+            lasts = candidates.removed_up_to(row, filters.cuts_of(chosen, shape[1]))
             rows += 1
-            if lasts is not None:
+            if not np.isnan(lasts).any():
                 answered += 1
-                wrong += not torch.equal(row <= torch.from_numpy(lasts)[:, None], removed(row, chosen))
+                is_cut = (row <= torch.from_numpy(lasts)[:, None]) & (row > -inf)
+                wrong += not torch.equal(is_cut, removed(row, chosen) & (row > -inf))
     return answered, wrong, rows
 
 
@@ -253,18 +257,17 @@ def test_rows_with_and_without_top_p_are_known_together() -> None:
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1)) * 3
     params = [SamplingParams(top_p=0.8), SamplingParams(min_p=0.05), SamplingParams(top_p=0.9, min_p=0.1)]
     chosen = Filters.make(params, 500, CPU)
-    lasts = candidates.last_removed(logits, filters.cuts_of(chosen, 500))
-    assert lasts is not None
+    lasts = candidates.removed_up_to(logits, filters.cuts_of(chosen, 500))
     assert torch.equal(logits <= torch.from_numpy(lasts)[:, None], removed(logits, chosen))
     with_top_k = filters.cuts_of(Filters.make([*params[:2], SamplingParams(top_k=5)], 500, CPU), 500)
-    assert candidates.last_removed(logits, with_top_k) is None
+    assert np.isnan(candidates.removed_up_to(logits, with_top_k)).tolist() == [False, False, True]
 
 
 def most_are_cut(spread: float) -> int:
     """Rows of 20 that need no other way than candidates.py."""
     logits = torch.randn(20, 20_000, generator=torch.Generator().manual_seed(0)) * spread
     chosen = Filters.make([SamplingParams(top_p=0.9, temperature=0.8)] * 20, 20_000, CPU)
-    return 20 - len(filters.cut_without_sorting(logits, chosen).left)
+    return 20 - len(candidates.cut_rows(logits, filters.cuts_of(chosen, 20_000)).left)
 
 
 @pytest.mark.parametrize("spread", [1.0, 2.0, 3.0, 5.0, 8.0])
@@ -300,7 +303,7 @@ def test_either_way_shows_if_it_trusts_its_sum_in_fp32(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("each_way")
 def test_a_cut_one_token_too_high_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, together, alone = candidates._compiled_cuts, candidates._last_removed, long_row.LongRow._lowest
+    compiled, together, alone = candidates._compiled_cuts, candidates._cut_together, long_row.LongRow._lowest
 
     def higher(logits: Tensor, found: long_row.Numbers) -> long_row.Numbers:
         kept = logits.masked_fill(~(logits > torch.from_numpy(found)[:, None]), inf)
@@ -309,8 +312,8 @@ def test_a_cut_one_token_too_high_shows(monkeypatch: pytest.MonkeyPatch) -> None
     def one_higher(logits: Tensor, *args: Any) -> long_row.Numbers:
         return higher(logits, together(logits, *args))
 
-    def one_higher_compiled(kernel: ModuleType, logits: long_row.Numbers, *args: Any) -> long_row.Numbers:
-        return higher(torch.from_numpy(logits), compiled(kernel, logits, *args))
+    def one_higher_compiled(kernel: ModuleType, logits: Tensor, *args: Any) -> long_row.Numbers:
+        return higher(logits, compiled(kernel, logits, *args))
 
     def one_higher_alone(row: long_row.LongRow, *args: Any) -> tuple[float, long_row.Numbers, Floats] | None:
         found = alone(row, *args)
@@ -320,9 +323,32 @@ def test_a_cut_one_token_too_high_shows(monkeypatch: pytest.MonkeyPatch) -> None
         return float(scores[max(0, int((scores > lowest).sum()) - 1)]), descending, scores
 
     monkeypatch.setattr(candidates, "_compiled_cuts", one_higher_compiled)
-    monkeypatch.setattr(candidates, "_last_removed", one_higher)
+    monkeypatch.setattr(candidates, "_cut_together", one_higher)
     monkeypatch.setattr(long_row.LongRow, "_lowest", one_higher_alone)
     assert wrong_rows(normal, torch.float32) > 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("if floors[row] == -np.inf:", "if True:"),
+        ("abs(mass - wanted) < margin", "False"),
+        ("p * total - above)", "p * total)"),
+        ("above + mass_from(keys, kept[0], count, cut)", "mass_from(keys, kept[0], count, cut)"),
+        ("vocab * ROUNDING_PER_TOKEN", "0"),
+        ("if mass > wanted:", "if mass < wanted:"),
+    ],
+)
+def test_a_fault_in_compiled_cuts_shows(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wrong answers, or other rows that have one."""
+    kinds, kernels = (normal, ties, all_equal), compiled_module("cpu_cuts")
+    right = [answers_without_scores(kind) for kind in kinds]
+    assert kernels is not None
+    with with_fault(kernels, before, after, tmp_path) as faulty:
+        monkeypatch.setattr(candidates, "compiled_module", lambda name: faulty)
+        assert [answers_without_scores(kind) for kind in kinds] != right
 
 
 @pytest.mark.usefixtures("every_row_is_long")

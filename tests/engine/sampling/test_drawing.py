@@ -1,23 +1,28 @@
 """Drawing without scores: the tokens are those of the whole transform and of a race over all of the noise."""
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from math import inf, nan
 from types import ModuleType
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine.drafters.base import Draft, DraftBatch
+from engine.kernels import decide, laws
 from engine.models.compiled import compiled_module
-from engine.sampling import candidates, elementwise, filters, token_race
+from engine.sampling import candidates, elementwise, filters, kept_draws, token_race
 from engine.sampling.kept_draws import compile_draws
 from engine.sampling.long_row import Doubles
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
 from engine.sampling.race import Bits, clocks_of
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
-from engine.types import SamplingParams
+from engine.types import SamplingParams, Verifier
+from engine.verification import verify
 from tests.engine.driving import make_sequence
 
 CPU = torch.device("cpu")
@@ -72,17 +77,17 @@ def test_rows_with_and_without_filters_draw_together(vocab: int) -> None:
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_a_draw_without_the_lowest_kept_tokens_shows(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: nine in ten of the kept tokens never win, or the logits within one of the lowest kept one."""
-    cut_rows = candidates.cut_rows
+    cut_rows, removed_up_to = candidates.cut_rows, candidates.removed_up_to
 
     def short(logits: Tensor, cuts: candidates.Cuts) -> candidates.CutRows:
         found = cut_rows(logits, cuts)
         kept = found.kept
         some = np.arange(len(kept.rows)) % 10 == 0
         fewer = candidates.KeptTokens(kept.rows[some], kept.tokens[some], kept.values[some])
-        higher = {row: last + 1.0 for row, last in found.last_removed.items()}
-        return candidates.CutRows(fewer, higher, found.left)
+        return candidates.CutRows(fewer, found.last_removed, found.left)
 
-    monkeypatch.setattr(filters, "cut_rows", short)
+    monkeypatch.setattr(kept_draws, "cut_rows", short)
+    monkeypatch.setattr(kept_draws, "removed_up_to", lambda *args: removed_up_to(*args) + 1.0)
     assert drawn_apart([TOP_P] * 40, vocab) > 1
 
 
@@ -194,7 +199,26 @@ def test_what_draws_need_is_compiled_before_the_first_one(is_there: bool, monkey
         asked.append(name)
         return compiled_module(name) if is_there else None
 
-    monkeypatch.setattr(token_race, "compiled_module", module)
-    monkeypatch.setattr(candidates, "compiled_module", module)
+    for user in (token_race, candidates, laws, decide):
+        monkeypatch.setattr(user, "compiled_module", module)
     compile_draws()
-    assert sorted(set(asked)) == ["cpu_cuts", "cpu_race"]
+    assert Counter(asked) == {"cpu_cuts": 1, "cpu_race": 1, "cpu_laws": 3}
+
+
+def test_no_draw_compiles_anything_after_that() -> None:
+    compile_draws()
+    kernels = [compiled_module(f"cpu_{name}") for name in ("cuts", "race", "laws")]
+    functions = [f for kernel in kernels for f in vars(kernel).values() if hasattr(f, "signatures")]
+    known = [list(function.signatures) for function in functions]
+    assert sum(map(len, known)) >= 5
+    kinds = [("match", SamplingParams(top_p=0.9)), ("match", SamplingParams()), ("block", SamplingParams(min_p=0.1))]
+    for ks in ([3, 3, 3, 3], [3, 1, 0, 2]):
+        sequences = [make_sequence(i, [1], params) for i, (_, params) in enumerate([*kinds, kinds[1]])]
+        for sequence, verifier in zip(sequences, ("match", "match", "block", "rejection"), strict=True):
+            sequence.verifier = cast(Verifier, verifier)
+        logits = torch.randn(sum(ks) + 4, 4096, generator=torch.Generator().manual_seed(0))
+        batch = DraftBatch(tuple(sequences), Sampler(sequences, ks, 4096, CPU))
+        drafts = torch.arange(12).view(3, 4).t()  # as columns of drafts are
+        q = torch.randn(2, 3, 4096).log_softmax(-1)
+        verify(batch, Draft(tuple(ks), drafts, q, {2: 0, 3: 1} if ks[2] else {3: 1}), logits)
+    assert [list(function.signatures) for function in functions] == known
