@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence as Seq
 from math import inf, nan
+from pathlib import Path
 from types import ModuleType
 from typing import cast
 
@@ -24,6 +25,7 @@ from engine.sequence import Sequence
 from engine.types import SamplingParams, Verifier
 from engine.verification import verify
 from tests.engine.driving import make_sequence
+from tests.engine.kernels.faults import with_fault
 
 CPU = torch.device("cpu")
 VOCABULARIES = [300, 4096, 20_000]
@@ -157,6 +159,25 @@ def test_compiled_code_finds_few_tokens_that_may_win(width: int) -> None:
     sums = gumbel_noise(keys, positions, width) * temperatures[:, None] + scores
     winners = {*enumerate(sums.argmax(1).tolist())}
     assert winners <= {*zip(found.rows.tolist(), found.tokens.tolist(), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("larger(builder, ahead, lowest), to_beat", "builder.fadd(ahead, spread(builder, heat, NUMBERS)), to_beat"),
+        ("limit = np.float32(top - 2 * error)", "limit = np.float32(top + 2 * error)"),
+        ("builder.fsub(best, times(heat, MOST_LOST))", "builder.fadd(best, times(heat, MOST_LOST))"),
+        ("127 + 63 + 1]", "127 + 63 - 1]"),
+    ],
+)
+def test_a_fault_in_compiled_races_shows(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernels = compiled_module("cpu_race")
+    assert kernels is not None
+    with with_fault(kernels, before, after, tmp_path) as faulty:
+        monkeypatch.setattr(token_race, "compiled_module", lambda name: faulty)
+        assert raced_apart(1.0) + raced_apart(3.0) > 3
 
 
 @pytest.mark.parametrize("value", [inf, nan, 1e9])
