@@ -21,7 +21,8 @@ HOLDS = 8  # rounds that a choice is used for: choosing and learning take a few 
 LASTING = 2 * HOLDS  # rounds with drafts over which the cost of the next change to plain ones is spread
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
 LONGEST_REST = 4 * PROBE_EVERY  # rounds until the next choice at most: loads and prices change unseen meanwhile
-PROBE_K = 4  # drafts of a probe: its first ones say most
+PROBE_K = 4  # drafts of a probe in a round: its first ones say most
+PROBE_ROUNDS = 2  # of a probe: what the draft model has to read first is read once, and costs the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,8 @@ class Goodput:
                 wait = inf
             elif budget.rounds >= PROBE_EVERY:
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
-                return Choice(probe, why, best.shapes), replace(budget, saved_s=budget.saved_s - cost_s, rounds=0)
+                budget = replace(budget, saved_s=budget.saved_s - cost_s, rounds=0)
+                return Choice(probe, why, best.shapes, holds=PROBE_ROUNDS), budget
         depths = np.array(depths_of(ks.tolist(), best.shapes))
         newcomer_k = int(np.median(depths[free])) if free.size else 0  # a chain, until the next choice
         rests = 0
@@ -143,11 +145,15 @@ class Goodput:
         return Choice(ks, reasons, best.shapes, holds=holds, surprises=True, newcomer_k=newcomer_k, rests=rests), budget
 
     def _probe(self, observation: Observation, best: Allocation, place: int) -> tuple[Ints, float]:
-        """([B] drafts of a probe with this sequence, the seconds by which they lengthen the rounds)."""
+        """([B] drafts of a probe with this sequence in each round, the seconds by which they lengthen the rounds)."""
         probe = best.ks.copy()
         probe[place] = min(PROBE_K, int(observation.limits[place]))
-        cost_s = seconds(observation, probe, best.shapes, amortised=False)
-        cost_s = max(0.0, cost_s - seconds(observation, best.ks, best.shapes, amortised=False))
+
+        def longer(amortised: bool) -> float:
+            without = seconds(observation, best.ks, best.shapes, amortised)
+            return max(0.0, seconds(observation, probe, best.shapes, amortised) - without)
+
+        cost_s = longer(amortised=False) + (PROBE_ROUNDS - 1) * longer(amortised=True)
         return probe, cost_s + (0.0 if best.ks.any() else observation.change_s)
 
     def _plan(self, observation: Observation) -> Allocation:

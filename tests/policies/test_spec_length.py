@@ -13,7 +13,7 @@ from benchmarks.lab import analysis
 from policies.config import REASONS, PolicyConfig, PolicyName
 from policies.observation import Choice, Observation
 from policies.planner import fixed_drafts_only, plan, seconds
-from policies.spec_length import HOLDS, LONGEST_REST, PROBE_EVERY, Goodput, ProbeBudget, make_policy
+from policies.spec_length import HOLDS, LONGEST_REST, PROBE_EVERY, PROBE_ROUNDS, Goodput, ProbeBudget, make_policy
 from tests.policies.observing import DEPTH, machine, observe
 
 NAMES = get_args(PolicyName)
@@ -195,22 +195,26 @@ class Idle:
         self.probes: list[tuple[int, Choice]] = []
 
     def run(self, rounds: int) -> "Idle":
-        for number in range(rounds):
+        number = 0
+        while number < rounds:
             choice, self.budget = self.policy(self.observation, self.budget)
-            round_s = seconds(self.observation, choice.ks, choice.shapes, amortised=False)
-            self.total_s += round_s
-            self.probes_s += round_s - seconds(self.observation, 0 * choice.ks, choice.shapes, amortised=False)
             if choice.ks.any():
                 self.probes.append((number, choice))
-            gaps = np.where(choice.ks > 0, 1, self.observation.gaps + 1)
-            self.observation = replace(self.observation, gaps=gaps, round_s=round_s)
+            held = choice.holds if choice.ks.any() else 1
+            for _ in range(held):
+                round_s = seconds(self.observation, choice.ks, choice.shapes, amortised=False)
+                self.total_s += round_s
+                self.probes_s += round_s - seconds(self.observation, 0 * choice.ks, choice.shapes, amortised=False)
+                gaps = np.where(choice.ks > 0, 1, self.observation.gaps + 1)
+                self.observation = replace(self.observation, gaps=gaps, round_s=round_s, rounds=held)
+            number += held
         return self
 
 
 @pytest.mark.parametrize("batch", [4, *(pytest.param(batch, marks=pytest.mark.proofs) for batch in (1, 32))])
 def test_probes_take_their_share_of_the_time(batch: int) -> None:
     run = Idle(batch).run(2_500)
-    assert len(run.probes) >= 2_500 / 200
+    assert len(run.probes) >= 2_500 / 400
     assert 0.005 * run.total_s <= run.probes_s <= 0.01 * run.total_s
     assert all("probe" in choice.reasons for _, choice in run.probes)
 
@@ -242,7 +246,7 @@ def test_a_probe_is_not_the_plan() -> None:
     policy = make_policy(PolicyConfig())
     choice, budget = policy(observe([0.05, 0.05]), ProbeBudget(saved_s=1.0, rounds=PROBE_EVERY))
     assert "probe" in choice.reasons
-    assert choice.holds == 1
+    assert choice.holds == PROBE_ROUNDS
     choice, _ = policy(observe([0.05, 0.05]), budget)
     assert choice.reasons == ("acceptance", "acceptance")
 
@@ -340,7 +344,7 @@ def test_what_was_saved_while_drafts_paid_finds_out_when_they_pay_again() -> Non
     """Even where reading a token takes longer than the share of a round, so that nothing more can be saved."""
     saved, nothing = Idle(1, token_s=2e-5), Idle(1, token_s=2e-5)
     saved.budget = ProbeBudget(saved_s=1e-2)
-    assert len(saved.run(400).probes) >= len(nothing.run(400).probes) + 5
+    assert len(saved.run(400).probes) >= len(nothing.run(400).probes) + 3
 
 
 @st.composite
