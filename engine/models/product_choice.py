@@ -49,8 +49,8 @@ SETTLING = 6  # passes through a model until a cache holds what it can: 4 on a X
 STEADY = 1.15  # the second fastest sweep of an undisturbed measurement takes at most this many times the fastest
 PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
 SECOND_FORM_GAIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
-# Weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9. A pass over a prompt is in the last one
-# and takes as long as many others.
+# Weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9. The last bucket is that of prompts,
+# whose passes take as long as many others.
 IMPORTANCE = (4, 1, 2, 3, 2, 1, 0.5, 0.5, 2)
 
 
