@@ -51,7 +51,7 @@ PACKERS = 2  # threads: each lays out one weight at a time, so two weights are i
 SECOND_FORM_GAIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
 # Weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9. The last bucket is that of prompts,
 # whose passes take as long as many others.
-IMPORTANCE = (4, 1, 2, 3, 2, 1, 0.5, 0.5, 2)
+IMPORTANCE = (4, 1, 2, 3, 2, 1, 0.5, 0.5, 3)
 
 
 class ProductShape(NamedTuple):
