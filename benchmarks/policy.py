@@ -23,7 +23,7 @@ of the rounds, in which all prompts come at once.
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,16 @@ class Timed:
     @property
     def median_ms(self) -> float:
         return median(self._ns) / 1e6
+
+    def rest(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> Decision | None:
+        start = perf_counter_ns()
+        decision = self._control.rest(fixed, drafters)
+        if decision is not None:
+            self._ns.append(perf_counter_ns() - start)
+        return decision
+
+    def rested(self, round_s: float) -> None:
+        self._control.rested(round_s)
 
     def plan(self, candidates: Sequence[Candidate], prefill: int) -> Decision:
         start = perf_counter_ns()

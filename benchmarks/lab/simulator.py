@@ -6,7 +6,7 @@ Where drafts may branch, each position also has the rank of the draft that is ri
 round. Standard library and numpy only.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from engine.trees import ROOT, Parents, fates, ranks
-from policies.control import SpecControl
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, RoundCost, Timing
 from policies.trees import depths_of, measure
@@ -63,6 +62,8 @@ def make_job(bits: ArrayLike, alphas: ArrayLike, length: int | None = None, **fi
 class Controller(Protocol):
     """What is tested: SpecControl, or something in its place."""
 
+    def rest(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> Decision | None: ...
+    def rested(self, round_s: float) -> None: ...
     def plan(self, candidates: Sequence[Candidate], prefill: int) -> Decision: ...
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int]) -> None: ...
     def forget(self, handle: int) -> None: ...
@@ -179,8 +180,7 @@ class World:
         decision, rest = NOTHING, None
         if decoding:
             candidates = [running.candidate() for running in decoding]
-            if isinstance(control, SpecControl):  # as the engine does
-                rest = control.rest({c.handle: c.fixed for c in candidates}, [c.source for c in candidates])
+            rest = control.rest({c.handle: c.fixed for c in candidates}, [c.source for c in candidates])
             decision = rest or control.plan(candidates, sum(running.job.prompt for running in joining))
         if decision.confidence:
             raise ValueError("a policy that cuts drafts by their confidence cannot be simulated")
@@ -194,7 +194,7 @@ class World:
         drafted = [one for _, _, one in came if one]
         idle = [running.handle for running, k in zip(decoding, decision.ks, strict=True) if not k]
         measured, took = self._measured(true), true.draft_s + true.score_s + true.host_s
-        if isinstance(control, SpecControl) and rest is not None:
+        if rest is not None:
             control.rested(measured.draft_s + measured.score_s + measured.host_s)
         else:
             control.observe(measured, drafted, [*idle, *(running.handle for running in joining)])

@@ -100,7 +100,7 @@ def narrowed(masses: Any, smallest: float, wanted: float, margin: float) -> tupl
 
 
 @emitted
-def weigh(_context: Any, logits: Any, row: Any, best: Any, inverse: Any, masses: Any) -> Any:
+def set_masses(_context: Any, logits: Any, row: Any, best: Any, inverse: Any, masses: Any) -> Any:
     """(logits [n, vocab], row, best, inverse, masses [1, ≥ vocab]): masses[0] become exp((logit − best) · inverse)."""
 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -207,7 +207,7 @@ def cut_rows(logits: Any, cuts: Any, room: Any, rounding: float, lowest: Any) ->
         if not wanted[row]:
             continue
         inverse, p, best = np.float32(1 / temperatures[row]), top_ps[row], largest(logits, row)
-        weigh(logits, row, best, inverse, masses)
+        set_masses(logits, row, best, inverse, masses)
         total = mass_of(masses[0], vocab)
         if not np.isfinite(total):
             continue

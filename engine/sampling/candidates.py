@@ -48,7 +48,7 @@ class Cuts:
     by_floor: Mask  # whether min_p is the row's only filter
 
     def pick(self, rows: Seq[int] | slice) -> "Cuts":
-        """Those of some of the rows."""
+        """This returns the cuts of the given rows."""
         index = rows if isinstance(rows, slice) else np.array(rows)
         return Cuts(
             self.temperature[index], self.top_p[index], self.floor[index], self.wanted[index], self.by_floor[index]
@@ -77,7 +77,7 @@ class CutRows:
 
     @classmethod
     def of(cls, lasts: Numbers) -> "CutRows":
-        """Of what removed_up_to() found."""
+        """This sorts the rows by what removed_up_to() found in them."""
         known = {row: last for row, last in enumerate(lasts.tolist()) if not isnan(last)}
         return cls(NO_TOKENS, known, [row for row in range(len(lasts)) if row not in known])
 

@@ -317,7 +317,7 @@ def test_a_rest_lasts_until_a_probe_may_come(saved_share: float, rests: int) -> 
 
 
 def test_the_rounds_before_a_rest_are_without_drafts() -> None:
-    """Those of the choice before had drafts. What they taught is fresh, so the next choice comes soon."""
+    """The rounds of the first choice had drafts. Their lessons are fresh, so the policy chooses again soon."""
     policy = make_policy(PolicyConfig())
     _, budget = policy(observe([0.9, 0.9], rounds=HOLDS), ProbeBudget())
     choice, budget = policy(observe([0.02, 0.02], rounds=HOLDS), budget)

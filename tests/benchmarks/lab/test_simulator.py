@@ -1,6 +1,6 @@
 """The simulator: its bookkeeping on scripted rounds, its exactness, and that it tells better policies from worse."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
@@ -45,6 +45,12 @@ class Script:
         self.drafted: list[list[Drafted]] = []
         self.idle: list[list[int]] = []
         self.gone: list[int] = []
+
+    def rest(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> Decision | None:
+        return None
+
+    def rested(self, round_s: float) -> None:
+        raise AssertionError("it never rests")
 
     def plan(self, candidates: Sequence[Candidate], prefill: int) -> Decision:
         self.candidates.append(list(candidates))
@@ -117,6 +123,28 @@ def test_what_the_draft_model_has_not_read_grows_until_it_drafts() -> None:
     assert [c.gap for (c,) in script.candidates] == [21, 22, 23, 1, 2, 2]
     assert [t.read for t in script.timings] == [0, 0, 0, 23 + 1, 1 + 1, 2, 0]
     assert [t.forwards for t in script.timings] == [0, 0, 0, 2, 2, 1, 0]
+
+
+class Resting(Script):
+    """It rests in two of three rounds, once a sequence decodes."""
+
+    asked, seconds = 0, 0.0
+
+    def rest(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> Decision | None:
+        self.asked += 1
+        return Decision([0], [None], ["load"], [0.5], 0.0, 0.01, 1.0) if self.asked % 3 else None
+
+    def rested(self, round_s: float) -> None:
+        self.seconds += round_s
+
+
+def test_a_rest_asks_for_no_choice_and_is_not_observed() -> None:
+    script, world = Resting(forever(0)), World([text("0" * 20)], GPU)
+    for _ in range(7):  # one reads the prompt
+        world.step(script)
+    assert (script.asked, len(script.candidates), len(script.timings)) == (6, 2, 3)
+    observed_s = sum(t.draft_s + t.score_s + t.host_s for t in script.timings)
+    assert script.seconds == pytest.approx(world.clock_s - observed_s)
 
 
 class Mixed(Script):

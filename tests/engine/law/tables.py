@@ -49,7 +49,7 @@ class TableDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the states: prefixes as numbers, which fp32 cannot hold."""
+        """The states are prefixes as numbers, which fp32 cannot hold."""
         return torch.float64
 
     @property

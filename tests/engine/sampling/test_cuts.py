@@ -239,7 +239,7 @@ def answers_without_scores(kind: Kind) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_is_removed_is_known_without_scores(kind: Kind) -> None:
-    """Of most rows with a usual law, and rightly wherever it is said."""
+    """removed_up_to() answers for most rows with a usual law. Every answer is right."""
     answered, wrong, rows = answers_without_scores(kind)
     assert not wrong
     if kind is normal:
