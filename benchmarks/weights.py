@@ -41,7 +41,7 @@ from engine.llm import LLM
 from engine.memory.host import keep_freed_memory
 from engine.models.feeds import Feed
 from engine.models.int8_products import Int8Weight
-from engine.models.linear import Linear, Product
+from engine.models.linear import Linear, Product, num_bytes_of
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
 from engine.models.runner import Runner
@@ -101,7 +101,7 @@ def _bytes_read(product: Product) -> int:
     weight = next(iter(product.forms.values())) if isinstance(product, Linear) else product.weight
     if isinstance(weight, Int8Weight):
         return weight.num_bytes - weight.steps.nbytes
-    return weight.numel() * weight.element_size()
+    return num_bytes_of(weight)
 
 
 def copy_bandwidth(source: torch.Tensor, destination: torch.Tensor) -> float:

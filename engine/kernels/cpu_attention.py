@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels.cpu_code import LANES, compiled
+from engine.kernels.cpu_code import KEYS, LANES, compiled
 from engine.kernels.cpu_exponentials import NOTHING, weigh
-from engine.kernels.cpu_vectors import WEIGHED, add_rows, prefetch, score_keys
+from engine.kernels.cpu_vectors import add_rows, prefetch, score_keys
 
-# Keys, in whole groups of WEIGHED and in whole vectors: with fewer the work that each tile brings would count.
+# Keys, in whole groups of KEYS and in whole vectors: with fewer the work that each tile brings would count.
 TILE = 64
 READING = 8  # scores that take as long as reading a key and its value
 
@@ -25,14 +25,14 @@ READING = 8  # scores that take as long as reading a key and its value
 @compiled
 def score(queries: Any, lanes: int, tile: Any, head: int, count: int, scores: Any) -> None:
     """scores[lane, i] = queries[lane] · key i, for the first lanes of queries [≥ lanes, head_dim], and for `count`
-    keys in whole groups of WEIGHED.
+    keys in whole groups of KEYS.
 
     tile: (rows, the numbers of its keys' rows for head 0, those of the next tile).
     """
     rows, numbers, behind = tile
     passes = (lanes + LANES - 1) // LANES
-    for i in range(0, count, WEIGHED):
-        for n in range(i, i + WEIGHED):
+    for i in range(0, count, KEYS):
+        for n in range(i, i + KEYS):
             prefetch(rows, behind[0, n] + head)
         for n in range(passes):
             lane = lanes * n // passes
@@ -72,7 +72,7 @@ def soften(
 @compiled
 def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: Any) -> int:
     """The numbers of the rows that hold places start … end − 1, each place being `step` rows. The last one fills the
-    rest of numbers [1, TILE]. Returns how many entries make whole groups of WEIGHED."""
+    rest of numbers [1, TILE]. Returns how many entries make whole groups of KEYS."""
     count = end - start
     block, offset = start // size, start % size
     for i in range(count):
@@ -82,7 +82,7 @@ def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: A
             block, offset = block + 1, 0
     for i in range(count, TILE):
         numbers[0, i] = numbers[0, count - 1]
-    return -(-count // WEIGHED) * WEIGHED
+    return -(-count // KEYS) * KEYS
 
 
 @compiled

@@ -20,7 +20,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 VECTOR_BYTES = 64  # of the sums; a CPU with shorter registers takes several
-CACHE_LINE, PAGE = 64, 4096  # bytes
+CACHE_LINE = 64  # bytes
 INDEX = ir.IntType(64)
 Address = Callable[[Any], Any]  # an index of a row → the address of that number
 emitted: Any = intrinsic
@@ -49,10 +49,10 @@ compiled: Any = njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 compiled_exactly: Any = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 
 
-# Channels of weights that 1, 2, … rows of activations multiply at once, as many as the sums have registers. A sum waits
-# for its last addition, and memory is read faster in several places at once.
+# Keys that 1, 2, … queries are multiplied with at once, as many as the sums have registers. A sum waits for its last
+# addition, and memory is read faster in several places at once.
 TILES = (4, 4, 4, 4, 4, 4) if "avx512f" in features() else (4, 2, 2)
-LANES, CHANNELS = len(TILES), max(TILES)
+LANES, KEYS = len(TILES), max(TILES)
 HAS_PAIRS = "avx512bf16" in features()  # whether the CPU multiplies bfloat16 numbers
 
 
@@ -130,21 +130,6 @@ def ask_for(builder: Any, address: Any) -> None:
     builder.call(function, [builder.bitcast(address, byte), read, keep, data_cache])
 
 
-def ask_for_rows(builder: Any, address: Address, x: Any, shape: tuple[int, Any], count: int, size: int) -> None:
-    """Ask for a share of neighbouring rows, as large as `count` numbers of each. All shares together are the rows.
-
-    x: the first number of each row in the share; shape: (rows, their width); size: bytes of a number. A CPU finds out
-    by itself how a page is read. Rows of half a page or more leave it time for this, and are asked for side by side, as
-    they are read. Shorter ones are asked for in the order of memory.
-    """
-    rows, width = shape
-    short = builder.icmp_signed("<", width, index(PAGE // 2 // size))
-    scale, stride = (builder.select(short, index(a), b) for a, b in ((rows, index(1)), (count, width)))
-    begin = builder.mul(x, scale)
-    for row in range(rows):
-        ask_for(builder, address(builder.add(begin, builder.mul(stride, index(row)))))
-
-
 def spread(builder: Any, value: Any, count: int) -> Any:
     """A vector of `count` times the number."""
     vector = ir.VectorType(value.type, count)
@@ -179,13 +164,13 @@ def picked(builder: Any, vector: Any, places: Iterable[int], other: Any = None) 
     return builder.shuffle_vector(vector, vector if other is None else other, chosen)
 
 
-def in_tiles(builder: Any, row: Any, rows: Any, channel: Any, emit: Callable[[list[Any], list[Any]], None]) -> None:
-    """Emit code for each number of rows, 1 to LANES: the rows behind `row`, and CHANNELS channels in groups."""
-    for lanes, group in enumerate(TILES, 1):
-        with builder.if_then(builder.icmp_signed("==", rows, index(lanes))):
-            channels = behind(builder, channel, CHANNELS)
-            for first in range(0, CHANNELS, group):
-                emit(behind(builder, row, lanes), channels[first : first + group])
+def in_tiles(builder: Any, lane: Any, lanes: Any, key: Any, emit: Callable[[list[Any], list[Any]], None]) -> None:
+    """Emit code for each number of lanes, 1 to LANES: those behind `lane`, and KEYS keys behind `key` in groups."""
+    for count, group in enumerate(TILES, 1):
+        with builder.if_then(builder.icmp_signed("==", lanes, index(count))):
+            keys = behind(builder, key, KEYS)
+            for first in range(0, KEYS, group):
+                emit(behind(builder, lane, count), keys[first : first + group])
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -208,9 +193,14 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
-def load_pairs(builder: Any, address: Any, _stored: Any, count: int) -> Any:
-    """Load `count` neighbouring bfloat16 numbers as they are."""
-    return load_as(builder, address, _BFloat16(), count, 2)
+def pairs_type(count: int) -> Any:
+    """A vector of so many pairs of bfloat16 numbers."""
+    return ir.VectorType(_BFloat16(), 2 * count)
+
+
+def load_pairs(builder: Any, address: Any, count: int) -> Any:
+    """Load `count` neighbouring pairs of bfloat16 numbers as they are."""
+    return load_as(builder, address, _BFloat16(), 2 * count, 2)
 
 
 def add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:

@@ -10,8 +10,8 @@ What a layer adds to the states is left to the next stage that reads them, which
     layer: (joining, before, qkv, qk_norm, out, after, inner, gate_up, down, factor, scoring), as the stages tell
     room: (qkv [N, width], queries and attended [N, heads, head_dim], gated [N, intermediate])
 
-A norm is (weight [width], floor), as models/norm.py has them, and ([0], ..) for none. A product is (weight, bias), with
-a weight as `multiply_some` or `multiply_some_codes` has it. Numbers of the states are fp32, or fp64 for fp64 memory.
+A norm is (weight [width], floor), as models/norm.py has them, and ([0], ..) for none. A product is (weight, bias), as
+`multiply_some` has them. Numbers of the states are fp32, or fp64 for fp64 memory.
 """
 
 import math
@@ -26,10 +26,10 @@ from engine.kernels.cpu_addresses import moved
 from engine.kernels.cpu_attention import attend
 from engine.kernels.cpu_code import compiled, compiled_exactly
 from engine.kernels.cpu_exponentials import exponentials
-from engine.kernels.cpu_integers import ACTIVATION
+from engine.kernels.cpu_integers import ACTIVATION, NEIGHBOURS
 from engine.kernels.cpu_meeting import ENDED as ENDED
 from engine.kernels.cpu_meeting import meet
-from engine.kernels.cpu_products import bounds, multiply_some, multiply_some_codes, round_rows
+from engine.kernels.cpu_products import bounds, multiply_some, round_rows
 from engine.kernels.cpu_vectors import dot, store_row
 
 STAGES = 6  # of a layer
@@ -54,19 +54,16 @@ def _product(x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
 
         def coded(x: Any, given: Any, first: int, last: int, out: Any) -> None:
             weight, bias = given
-            rounded, steps = np.empty(x.shape, ACTIVATION), np.empty(x.shape[0], np.float32)
+            width = (x.shape[1] + NEIGHBOURS - 1) // NEIGHBOURS * NEIGHBOURS
+            rounded, steps = np.empty((x.shape[0], width), ACTIVATION), np.empty(x.shape[0], np.float32)
             round_rows(x, rounded, steps)
-            sums = np.empty((x.shape[0], weight[0].shape[0]), np.int32)
-            multiply_some_codes((rounded, steps), weight, bias, first, last, sums, out)
+            multiply_some((rounded, steps), weight, bias, first, last, out)
 
         return coded
 
     def plain(x: Any, given: Any, first: int, last: int, out: Any) -> None:
-        weight, bias = given
-        multiply_some(x, weight, first, last, out)
-        for row in range(x.shape[0] if len(bias) else 0):
-            for channel in range(first, last):
-                out[row, channel] += bias[channel]
+        panels, bias = given
+        multiply_some(x, panels, bias, first, last, out)
 
     return plain
 

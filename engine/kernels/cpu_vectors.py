@@ -1,4 +1,4 @@
-"""Products of rows in explicit vectors, for code that Numba compiles (cpu_attention.py, cpu_products.py).
+"""Products of rows in explicit vectors, for code that Numba compiles (cpu_attention.py, cpu_layers.py).
 
 A result is the same bits however many rows are computed beside it.
 """
@@ -14,20 +14,16 @@ from numba.core import cgutils
 
 from engine.kernels.cpu_code import (
     CACHE_LINE,
-    CHANNELS,
     INDEX,
     VECTOR_BYTES,
     Address,
-    add_pairs,
     ask_for,
-    ask_for_rows,
     behind,
     emitted,
     features,
     in_tiles,
     index,
     load,
-    load_pairs,
     multiply_add,
     over_row,
     rounded,
@@ -41,41 +37,27 @@ from engine.kernels.cpu_code import (
     zero_sum,
 )
 
-WEIGHED = CHANNELS  # keys are scored in groups of so many
 # Sums that stay in registers while rows are added to them: lanes at once, largest first, and vectors of each.
 AT_ONCE, VECTORS = ((4, 2, 1), 4) if "avx512f" in features() else ((2, 1), 2)
 
 
 def _emit_dots(
-    builder: Any,
-    kinds: tuple[Any, Any],
-    width: Any,
-    by_lane: list[Address],
-    by_row: list[Address],
-    following: Address | None = None,
+    builder: Any, kinds: tuple[Any, Any], width: Any, by_lane: list[Address], by_row: list[Address]
 ) -> list[Any]:
-    """For each lane the vector of its dot products with all rows. Lanes of bfloat16 need HAS_PAIRS.
+    """For each lane the vector of its dot products with all rows.
 
-    kinds: Numba's types of the arrays of lanes and rows; following: the first of as many rows, which are asked for
-    meanwhile.
+    kinds: Numba's types of the arrays of lanes and rows.
     """
     lanes, rows = kinds
     kind, step = sum_type(lanes), VECTOR_BYTES // (lanes.dtype.bitwidth // 8)
-    in_pairs = lanes.dtype == types.uint16
-    whole, rest = (
-        [[zero_sum(builder, kind, count) for _ in by_row] for _ in by_lane]
-        for count in (step // 2 if in_pairs else step, 1)
-    )
+    whole, rest = ([[zero_sum(builder, kind, count) for _ in by_row] for _ in by_lane] for count in (step, 1))
 
     def body(x: Any, count: int) -> None:
-        read, add = (load_pairs, add_pairs) if in_pairs and count > 1 else (load, multiply_add)
-        values = [read(builder, row(x), rows.dtype, count) for row in by_row]
-        if following and count > 1:
-            ask_for_rows(builder, following, x, (len(by_row), width), count, rows.dtype.bitwidth // 8)
+        values = [load(builder, row(x), rows.dtype, count) for row in by_row]
         for totals, lane in zip(rest if count == 1 else whole, by_lane, strict=True):
-            numbers = read(builder, lane(x), lanes.dtype, count)
+            numbers = load(builder, lane(x), lanes.dtype, count)
             for total, value in zip(totals, values, strict=True):
-                builder.store(add(builder, numbers, value, builder.load(total)), total)
+                builder.store(multiply_add(builder, numbers, value, builder.load(total)), total)
 
     over_row(builder, width, step, body)
     ends = [[totals_of(builder, [builder.load(one) for one in totals]) for totals in part] for part in (whole, rest)]
@@ -103,7 +85,7 @@ def score_keys(
     _context: Any, queries: Any, lane: Any, lanes: Any, rows: Any, numbers: Any, i: Any, ahead: Any, scores: Any
 ) -> Any:
     """(queries [n, width], lane, lanes, rows [m, width], numbers [1, ..], i, ahead, scores [n, ..]): scores[lane, i]
-    becomes the dot product of queries[lane] with rows[numbers[0, i] + ahead], and so for `lanes` lanes and CHANNELS
+    becomes the dot product of queries[lane] with rows[numbers[0, i] + ahead], and so for `lanes` lanes and KEYS
     keys."""
 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -128,31 +110,6 @@ def score_keys(
 
     given = queries, types.intp, types.intp, rows, numbers, types.intp, types.intp, scores
     return types.void(*given), code
-
-
-@emitted
-def multiply_tile(_context: Any, x: Any, row: Any, rows: Any, weight: Any, channel: Any, out: Any) -> Any:
-    """(x [n, width], row, rows, weight [m, width], channel, out [n, m]): out[row, channel] becomes the dot product of
-    x[row] with weight[channel], and so for `rows` rows and CHANNELS channels."""
-
-    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        given, first, count, w, first_channel, written = arguments
-        width = width_of(context, builder, x, given)
-
-        def tile(numbers: list[Any], channels: list[Any]) -> None:
-            by_row, by_channel = (
-                rows_of(context, builder, x, given, numbers),
-                rows_of(context, builder, weight, w, channels),
-            )
-            following = row_of(context, builder, weight, w, builder.add(channels[0], index(CHANNELS)))
-            made = _emit_dots(builder, (x, weight), width, by_row, by_channel, following)
-            for target, values in zip(rows_of(context, builder, out, written, numbers), made, strict=True):
-                store(builder, values, target(channels[0]), out.dtype.bitwidth // 8)
-
-        in_tiles(builder, first, count, first_channel, tile)
-        return context.get_dummy_value()
-
-    return types.void(x, types.intp, types.intp, weight, types.intp, out), code
 
 
 @emitted

@@ -19,7 +19,7 @@ from cache.storage import KVShape, SlottedStorage
 from engine.models.attention import Attention, plan_attention
 from engine.models.compiled import one_part, parts_of
 from engine.models.compiled_layers import CompiledLayers, products_of
-from engine.models.compiled_products import LEAST_CHANNELS, compiled_product
+from engine.models.compiled_products import LEAST_CHANNELS, compiled_product, panels_of
 from engine.models.cpu_attention import BlockReader
 from engine.models.decoder import Decoder
 from engine.models.layer import Layer, no_norm
@@ -94,7 +94,8 @@ def _gains_of_threads(layer_bytes: int) -> list[float]:
     parts, sizes = parts_of(layer_bytes), BUCKETS[:-1]
     if parts == 1:
         return [1.0] * len(sizes)
-    product, seconds = compiled_product(torch.ones(SAMPLE), None), [(list[float](), list[float]()) for _ in sizes]
+    product = compiled_product(panels_of(torch.ones(SAMPLE)), None)
+    seconds = [(list[float](), list[float]()) for _ in sizes]
     inputs = [torch.ones(rows, SAMPLE[1]) for rows in sizes]
     for _ in range(GAIN_RUNS):
         for x, both in zip(inputs, seconds, strict=True):
@@ -132,7 +133,8 @@ def _seconds_between(decoder: Decoder, rows: int) -> float:
     layer, attention = _without_products(decoder.layers[0], rows, dtype), _short_attention(decoder, rows)
     alone = replace(decoder, layers=(layer,), few_rows=None)
     x = torch.ones(rows, config.hidden_size, dtype=dtype)
-    product, inputs = compiled_product(torch.ones(LEAST_CHANNELS, 1, dtype=dtype), None), layer.before_attention(x)
+    product = compiled_product(panels_of(torch.ones(LEAST_CHANNELS, 1, dtype=dtype)), None)
+    inputs = layer.before_attention(x)
     rotations = [row_rotations(table, attention.positions, config.head_sizes) for table in alone.rotations]
     passing, seconds = torch.ones(PASSING_NUMBERS), list[float]()
     for run in range(1 + RUNS):

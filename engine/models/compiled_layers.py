@@ -10,12 +10,12 @@ from torch import Tensor
 
 from engine.models.attention import Attention
 from engine.models.compiled import as_stored, compiled_module, together, type_of_sums
-from engine.models.compiled_products import LEAST_CHANNELS, coded_weight
+from engine.models.compiled_products import LEAST_CHANNELS, Panels, coded_weight, wide_bias_of
 from engine.models.cpu_attention import scoring_numbers
 from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.int8_products import Int8Weight
 from engine.models.layer import Layer, Norm, no_norm
-from engine.models.linear import AS_STORED, BUCKETS, COMPILED, Linear
+from engine.models.linear import BUCKETS, COMPILED, Linear
 from engine.models.mlp import GatedMLP
 from engine.models.norm import RMSNorm
 from engine.models.pass_attention import PassAttention
@@ -164,8 +164,7 @@ class CompiledLayers:
     @property
     def layer_bytes(self) -> int:
         """A layer's products take so many bytes in one form."""
-        memories = ((p.num_bytes, len({id(laid) for laid in p.forms.values()})) for p in products_of(self._layers[0]))
-        return sum(num_bytes // max(1, count) for num_bytes, count in memories)
+        return sum(p.num_bytes // max(1, len(p.forms)) for p in products_of(self._layers[0]))
 
     @cached_property
     def _widths(self) -> tuple[int, int]:
@@ -206,11 +205,11 @@ class CompiledLayers:
         return torch.cat(parts).to(self._wide).contiguous().numpy(), float(layer.qk_norms[0][1].floor)
 
     def _product(self, product: Linear) -> tuple[Any, Any]:
-        kept = next(product.forms[form] for form in (*AS_STORED, "compiled_int8") if form in product.forms)
+        kept = next(product.forms[form] for form in COMPILED if form in product.forms)
         if isinstance(kept, Int8Weight):
             return coded_weight(kept.packed, kept.steps, product.bias)
-        bias = torch.empty(0) if product.bias is None else product.bias
-        return as_stored(kept.contiguous()), bias.to(self._wide).contiguous().numpy()
+        assert isinstance(kept, Panels)
+        return as_stored(kept.packed), wide_bias_of(product.bias, product.shape[0], self._wide)
 
 
 def _kind(known: Any) -> Any:
@@ -238,7 +237,7 @@ def _is_known(layer: Layer) -> bool:
             return False
         covered = heads.stop
     products = products_of(layer)
-    return len(products) == 4 and all(product.shape[0] >= 2 * LEAST_CHANNELS for product in products)
+    return len(products) == 4 and all(product.shape[0] >= LEAST_CHANNELS for product in products)
 
 
 def _compiled_to(choice: Seq[str]) -> int:

@@ -1,9 +1,11 @@
-"""Products by code that is compiled for this CPU (engine/kernels/cpu_products.py). With few rows they are the fastest.
+"""Products by code that is compiled for this CPU (engine/kernels/cpu_products.py).
 
-A row's result is the same bits in any company.
+Its weights are laid out in panels, so that few rows take as long as reading the weights. A row's result is the same
+bits in any company.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,63 +15,103 @@ from torch import Tensor
 
 from engine.models.compiled import as_stored, compiled_module, in_parts, type_of_sums
 
-LEAST_CHANNELS = 4  # of a weight: its rows are read in groups of so many
+LEAST_CHANNELS = 32  # of a weight: a panel
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A weight [out, in] as compiled code reads it: see cpu_products.py."""
+
+    packed: Tensor  # [panels, width · LEAST_CHANNELS]
+    shape: torch.Size  # of the weight
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.nbytes
 
 
 def has_compiled_products() -> bool:
     return compiled_module("cpu_products") is not None
 
 
-def compiled_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """y = x Wᵀ + b for a plain weight [out ≥ LEAST_CHANNELS, in]. Sums are fp32 or fp64, and rounded once."""
+def panels_of(weight: Tensor) -> Panels:
+    """weight [out ≥ LEAST_CHANNELS, in] of numbers or int8."""
+    out, inner = weight.shape
     module = compiled_module("cpu_products")
-    assert module is not None, "usable_forms() asks first"
-    multiply, stored = module.multiply, as_stored(weight.contiguous())
-    dtype, sums, channels, num_bytes = weight.dtype, type_of_sums(weight.dtype), weight.shape[0], weight.nbytes
-    wide_bias, same = None if bias is None else bias.to(sums), dtype == sums
+    assert module is not None, "has_compiled_products() asks first"
+    neighbours = module.neighbours_in(as_stored(weight))
+    padded = F.pad(weight, (0, -inner % neighbours)).contiguous()
+    words = padded.view(WORDS[neighbours * weight.element_size()])  # what lies side by side, moved at once
+    whole, width = out // LEAST_CHANNELS, words.shape[1]
+    panels = torch.empty(-(-out // LEAST_CHANNELS), width, LEAST_CHANNELS, dtype=words.dtype)
+    panels[:whole].copy_(words[: whole * LEAST_CHANNELS].view(whole, LEAST_CHANNELS, width).mT)
+    if len(panels) > whole:
+        panels[-1].copy_(words[-LEAST_CHANNELS:].t())
+    return Panels(panels.view(len(panels), -1).view(weight.dtype), weight.shape)
+
+
+def compiled_product(weight: Panels, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """y = x Wᵀ + b. Sums are fp32 or fp64, and rounded once."""
+    module = compiled_module("cpu_products")
+    assert module is not None, "panels_of() asked"
+    multiply, stored, dtype = module.multiply, as_stored(weight.packed), weight.packed.dtype
+    sums, channels, num_bytes, most = type_of_sums(dtype), weight.shape[0], weight.num_bytes, module.ROWS
+    wide_bias, same = wide_bias_of(bias, channels, sums), dtype == sums
 
     def product(x: Tensor) -> Tensor:
         wide = x.contiguous() if same else x.to(sums, memory_format=torch.contiguous_format)
         out = torch.empty(x.shape[0], channels, dtype=sums)
-        in_parts(multiply, num_bytes, wide.numpy(), stored, out.numpy())
-        if wide_bias is not None:
-            out += wide_bias
+        in_parts(multiply, num_bytes * -(-x.shape[0] // most), wide.numpy(), stored, wide_bias, out.numpy())
         return out if same else out.to(dtype)
 
     return product
 
 
-CodedWeightArrays = tuple[tuple[Any, Any, Any], Any]  # ((codes, steps, what OFFSET adds), bias), as the kernel's
+def wide_bias_of(bias: Tensor | None, channels: int, sums: torch.dtype) -> Any:
+    """The bias as compiled code adds it: none is zeros."""
+    return torch.zeros(channels, dtype=sums).numpy() if bias is None else bias.to(sums).contiguous().numpy()
 
 
-def coded_weight(codes: Tensor, steps: Tensor, bias: Tensor | None) -> CodedWeightArrays:
-    """W = codes int8 [out, in] · steps fp32 [out] as the kernel reads it, with further channels of zeros if there are
-    too few."""
+CodedWeightArrays = tuple[tuple[Any, Any, Any], Any]  # ((panels, steps, what OFFSET adds), bias), as the kernel's
+
+
+def coded_panels(codes: Tensor) -> Panels:
+    """codes int8 [out, in], with further channels of zeros if there are too few for a panel."""
+    return panels_of(F.pad(codes, (0, 0, 0, max(0, LEAST_CHANNELS - len(codes)))))
+
+
+def coded_weight(panels: Panels, steps: Tensor, bias: Tensor | None) -> CodedWeightArrays:
+    """W = the panels of codes · steps fp32 [out] as the kernel reads it, with zeros for channels that were added."""
     module = compiled_module("cpu_products")
-    assert module is not None, "int8_forms() asks first"
-    channels, _ = codes.shape
-    added = (0, max(0, LEAST_CHANNELS - channels))
-    stored = F.pad(codes, (0, 0, *added)).numpy() if added[1] else codes.contiguous().numpy()
-    offsets = F.pad(codes.sum(1, dtype=torch.int32), added).mul_(module.OFFSET).numpy()
-    given = torch.zeros(channels) if bias is None else bias.float()
+    assert module is not None, "panels_of() asked"
+    added = 0, panels.shape[0] - len(steps)
+    each = panels.packed.view(len(panels.packed), -1, LEAST_CHANNELS, module.NEIGHBOURS).sum((1, 3), dtype=torch.int32)
+    offsets = torch.empty(panels.shape[0], dtype=torch.int32)
+    offsets[: each[:-1].numel()], offsets[-LEAST_CHANNELS:] = (
+        each[:-1].flatten() * module.OFFSET,
+        each[-1] * module.OFFSET,
+    )
+    given = torch.zeros(len(steps)) if bias is None else bias.float()
     wide_bias, wide_steps = (F.pad(numbers, added).contiguous().numpy() for numbers in (given, steps))
-    return (stored, wide_steps, offsets), wide_bias
+    return (panels.packed.numpy(), wide_steps, offsets.numpy()), wide_bias
 
 
-def compiled_int8_product(codes: Tensor, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """y = x Wᵀ + b for W = codes int8 [out, in] · steps fp32 [out], and x of any floating dtype, which is rounded to
+def compiled_int8_product(panels: Panels, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """y = x Wᵀ + b for W = the panels of codes · steps fp32 [out], and x of any floating dtype, which is rounded to
     integers by rows. Sums are exact."""
     module = compiled_module("cpu_products")
-    weight, wide_bias = coded_weight(codes, steps, bias)
-    channels, (given, inner), num_bytes = codes.shape[0], weight[0].shape, codes.nbytes
-    assert module is not None, "coded_weight() asked"
+    weight, wide_bias = coded_weight(panels, steps, bias)
+    channels, given, num_bytes = len(steps), panels.shape[0], panels.num_bytes
+    assert module is not None, "panels_of() asked"
+    width, most = panels.packed.shape[1] // LEAST_CHANNELS, module.ROWS
 
     def product(x: Tensor) -> Tensor:
         wide, rows = x.float().contiguous(), x.shape[0]
-        rounded, row_steps = np.empty((rows, inner), module.ACTIVATION), np.empty(rows, np.float32)
+        rounded, row_steps = np.empty((rows, width), module.ACTIVATION), np.empty(rows, np.float32)
         module.round_rows(wide.numpy(), rounded, row_steps)
-        sums, out = np.empty((rows, given), np.int32), torch.empty(rows, given)
-        in_parts(module.multiply_codes, num_bytes, (rounded, row_steps), weight, wide_bias, sums, out.numpy())
+        out, work = torch.empty(rows, given), num_bytes * -(-rows // most)
+        in_parts(module.multiply, work, (rounded, row_steps), weight, wide_bias, out.numpy())
         return (out if given == channels else out[:, :channels]).to(x.dtype)
 
     return product

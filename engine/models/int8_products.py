@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ConfigError
-from engine.models.compiled_products import compiled_int8_product, has_compiled_products
+from engine.models.compiled_products import coded_panels, compiled_int8_product, has_compiled_products
 from engine.models.quantize import LARGEST, CodedWeight, scale_activations
 
 Int8Form = Literal["onednn_int8", "fbgemm_int8", "compiled_int8"]
@@ -33,9 +33,9 @@ ROUNDING = 1.5 * 2**23 + OFFSET
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight [out, in] in the layout of a library, or as its codes are."""
+    """A weight [out, in] in the layout of a library, or in panels."""
 
-    packed: Any  # oneDNN's tensor, FBGEMM's object, or the codes int8 [out, in]
+    packed: Any  # oneDNN's tensor, FBGEMM's object, or Panels of the codes
     steps: Tensor  # fp32 [out]
     num_bytes: int
 
@@ -49,9 +49,11 @@ def int8_forms() -> tuple[Int8Form, ...]:
 def pack_int8(weight: CodedWeight, form: Int8Form) -> Int8Weight:
     """weight: with one step per output channel."""
     steps = weight.steps.flatten()
-    packed = weight.codes
-    if form != "compiled_int8":
-        packed = torch.ops.onednn.qlinear_prepack(packed, None) if form == "onednn_int8" else _fbgemm_pack(weight)
+    if form == "compiled_int8":
+        panels = coded_panels(weight.codes)
+        return Int8Weight(panels, steps, panels.num_bytes + steps.nbytes)
+    prepack = torch.ops.onednn.qlinear_prepack
+    packed = prepack(weight.codes, None) if form == "onednn_int8" else _fbgemm_pack(weight)
     return Int8Weight(packed, steps, weight.codes.nbytes + steps.nbytes)
 
 

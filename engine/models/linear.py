@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.compiled_products import LEAST_CHANNELS, compiled_product, has_compiled_products
+from engine.models.compiled_products import (
+    LEAST_CHANNELS,
+    Panels,
+    compiled_product,
+    has_compiled_products,
+    panels_of,
+)
 from engine.models.int8_products import Int8Form, Int8Weight, int8_forms, int8_product, pack_int8
 from engine.models.quantize import CodedWeight
 from engine.models.shards import StoredWeight, UnroundedWeight
@@ -20,15 +26,14 @@ ProductForm = Literal[
     "packed",  # reordered into oneDNN's blocked layout, [out, in]
     "transposed",  # [in, out], contiguous
     "plain",  # [out, in], as it is stored
-    "compiled",  # the same memory, read by code that is compiled for this CPU
+    "compiled",  # in panels, for code that is compiled for this CPU
     "onednn_int8",  # codes of 8 bits, in oneDNN's layout
     "fbgemm_int8",  # codes of 8 bits, in FBGEMM's layout
-    "compiled_int8",  # codes of 8 bits, as they are
+    "compiled_int8",  # codes of 8 bits, in panels
 ]
 Given = Tensor | StoredWeight | CodedWeight | UnroundedWeight
-Laid = Tensor | Int8Weight
+Laid = Tensor | Panels | Int8Weight
 FORMS: tuple[ProductForm, ...] = get_args(ProductForm)
-AS_STORED: tuple[ProductForm, ...] = ("plain", "compiled")  # forms that share one memory
 COMPILED: tuple[ProductForm, ...] = ("compiled", "compiled_int8")
 # Largest number of rows of each bucket, at which forms are measured. The last one holds all larger numbers too. Some
 # kernels become twice as fast at 16 rows. Compiled layers may be faster than torch's with 16 rows and slower with 40.
@@ -91,14 +96,13 @@ class Linear:
     @property
     def weight(self) -> Tensor:
         """W in one of its forms, the plain one if it is kept. An int8 weight is its library's own object."""
-        kept = next((self.forms[form] for form in AS_STORED if form in self.forms), next(iter(self.forms.values())))
-        return cast(Tensor, kept.packed) if isinstance(kept, Int8Weight) else kept
+        kept = self.forms.get("plain", next(iter(self.forms.values())))
+        return kept if isinstance(kept, Tensor) else cast(Tensor, kept.packed)
 
     @property
     def num_bytes(self) -> int:
         """One form is counted until the forms are chosen."""
-        kept = {id(laid): laid for laid in self.forms.values()}
-        return num_bytes_of(*kept.values(), self.bias) + (0 if self.given is None else self.given.nbytes)
+        return num_bytes_of(*self.forms.values(), self.bias) + (0 if self.given is None else self.given.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -138,12 +142,14 @@ def laid_out(weight: Given, forms: Sequence[ProductForm]) -> dict[ProductForm, L
     if isinstance(weight, CodedWeight):
         return {form: pack_int8(weight, form) for form in int8_forms() if form in forms}
     if isinstance(weight, StoredWeight):
-        weight = weight.passing() if set(AS_STORED).isdisjoint(forms) else weight.read()
+        weight = weight.read() if "plain" in forms else weight.passing()
     return {form: lay_out(weight, form) for form in FORMS if form in forms}
 
 
-def lay_out(weight: Tensor, form: ProductForm) -> Tensor:
-    """A plain weight [out, in] in a form. Those that are not AS_STORED have memory of their own."""
+def lay_out(weight: Tensor, form: ProductForm) -> Tensor | Panels:
+    """A plain weight [out, in] in a form. All but the plain one have memory of their own."""
+    if form == "compiled":
+        return panels_of(weight)
     if form == "packed":
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return weight.t().clone(memory_format=torch.contiguous_format) if form == "transposed" else weight
@@ -153,11 +159,11 @@ def product_of(form: ProductForm, weight: Laid, bias: Tensor | None) -> Callable
     """The product by a weight in this form."""
     if isinstance(weight, Int8Weight):
         return int8_product(weight, cast(Int8Form, form), bias)
+    if isinstance(weight, Panels):
+        return compiled_product(weight, bias)
     if form == "packed":
         product = torch.ops.mkldnn._linear_pointwise.default  # a torch without oneDNN has no such operator
         return lambda x: product(x, weight, bias, "none", [], "")
-    if form == "compiled":
-        return compiled_product(weight, bias)
     if form == "plain":
         return lambda x: F.linear(x, weight, bias)
     if bias is None:
@@ -167,6 +173,4 @@ def product_of(form: ProductForm, weight: Laid, bias: Tensor | None) -> Callable
 
 def num_bytes_of(*kept: Laid | None) -> int:
     """Bytes of the weights and tensors that are kept."""
-    return sum(
-        t.num_bytes if isinstance(t, Int8Weight) else t.numel() * t.element_size() for t in kept if t is not None
-    )
+    return sum(t.numel() * t.element_size() if isinstance(t, Tensor) else t.num_bytes for t in kept if t is not None)

@@ -22,7 +22,6 @@ from torch import Tensor
 from engine.memory.host import give_back_freed_memory
 from engine.models.compiled import one_part
 from engine.models.linear import (
-    AS_STORED,
     BUCKETS,
     COMPILED,
     FormChoice,
@@ -218,7 +217,7 @@ def _copied_bytes(groups: Mapping[ProductShape, Sequence[Linear]], choices: Mapp
 
 def _copies(choice: FormChoice) -> int:
     """How often a weight is in memory in these forms."""
-    return len({AS_STORED[0] if form in AS_STORED else form for form in choice})
+    return len(set(choice))
 
 
 def _known_or_measured(
@@ -290,7 +289,11 @@ def measure(groups: Mapping[ProductShape, Sequence[Linear]], model_bytes: int, t
                 spent += each
         sweeps.append(spent)
     times: dict[ProductShape, TimesByForm] = {
-        shape: {form: [lower_quartile(seconds[shape, form, i]) for i in range(len(BUCKETS))] for form in sample.forms}
+        shape: {
+            form: [lower_quartile(seconds[shape, form, i]) for i in range(len(BUCKETS))]
+            for form in sample.forms
+            if (shape, form, 0) in seconds
+        }
         for shape in groups
     }
     fastest, second = sorted(sweeps)[:2]
@@ -316,7 +319,8 @@ class _Sample:
         share = min(1.0, SAMPLE_BYTES / model_bytes)
         self.whole = share == 1
         first = _given(next(iter(groups.values()))[0])
-        self.forms = usable_forms(first)
+        usable = {shape: usable_forms(_given(members[0])) for shape, members in groups.items()}
+        self.forms = max(usable.values(), key=len)
         drawn = {shape: members[: ceil(share * len(members))] for shape, members in groups.items()}
         rounds = max(map(len, drawn.values()))
         ordered = [shape for i in range(rounds) for shape, members in drawn.items() if i < len(members)]
@@ -334,6 +338,7 @@ class _Sample:
                     ),
                 )
                 for shape, part in parts
+                if form in usable[shape]
             ]
             for form in self.forms
         }

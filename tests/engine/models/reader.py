@@ -3,15 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from engine.models.attention import AttentionPlan, plan_attention
-from engine.models.compiled_layers import CompiledLayers
+from engine.models.compiled_layers import CompiledLayers, products_of
+from engine.models.compiled_products import panels_of
 from engine.models.decoder import Decoder, LanguageModel
 from engine.models.feeds import Feed
-from engine.models.linear import BUCKETS
+from engine.models.linear import BUCKETS, COMPILED, Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.runner import Runner
 from engine.models.spans import Span
@@ -33,8 +35,17 @@ def all_compiled(decoder: Decoder) -> Decoder:
     """The decoder with compiled layers for all passes that they could serve, whatever is fastest here."""
     few_rows = CompiledLayers.of(decoder.layers, decoder.config, decoder.rotations, decoder.dtype)
     assert few_rows is not None
+    for product in chain.from_iterable(map(products_of, decoder.layers)):
+        in_panels(product)
     few_rows.block_rows = BUCKETS[-1]
     return replace(decoder, few_rows=few_rows)
+
+
+def in_panels(product: Linear) -> Linear:
+    """The product, with what compiled layers read: fp64 has only plain products otherwise."""
+    if not set(COMPILED) & set(product.forms):
+        product.forms["compiled"] = panels_of(product.weight)
+    return product
 
 
 class Reader:

@@ -14,9 +14,9 @@ import engine.models.compiled as compiled
 import engine.models.linear as linear_module
 from engine.config import ConfigError
 from engine.kernels import cpu_code, cpu_products
-from engine.kernels.cpu_code import CHANNELS
+from engine.kernels.cpu_panels import PANEL, ROWS
 from engine.models import int8_products
-from engine.models.compiled_products import LEAST_CHANNELS
+from engine.models.compiled_products import LEAST_CHANNELS, panels_of, wide_bias_of
 from engine.models.int8_products import (
     LIBRARIES,
     Int8Form,
@@ -26,7 +26,7 @@ from engine.models.int8_products import (
     check_int8_products,
     int8_forms,
 )
-from engine.models.linear import AS_STORED, BUCKETS, FormChoice, Linear, ProductForm, bucket_of, usable_forms
+from engine.models.linear import BUCKETS, FormChoice, Linear, ProductForm, bucket_of, usable_forms
 from engine.models.products import ProductMaker, Weights
 from engine.models.quantize import SLICE_ROWS, CodedWeight, quantise_weight
 from engine.profiling import machine_cpus
@@ -108,7 +108,7 @@ def test_a_torch_without_onednn_has_the_other_forms(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     module = runpy.run_path(str(ROOT / "engine/models/linear.py"))
-    weight = torch.randn(4, 3)
+    weight = torch.randn(LEAST_CHANNELS, 3)
     assert module["usable_forms"](weight) == ("plain", "transposed", "compiled")
     assert torch.allclose(module["Linear"](weight)(torch.eye(3)), weight.t())
 
@@ -144,7 +144,7 @@ def test_only_the_chosen_forms_are_kept() -> None:
 @pytest.mark.parametrize("shape", [(7, 1), (1, 7), (7, 5)])
 def test_the_other_forms_have_memory_of_their_own(shape: tuple[int, int]) -> None:
     """The next weight may be read to where this one lies."""
-    for form in set(usable_forms(torch.empty(shape))) - set(AS_STORED):
+    for form in set(usable_forms(torch.empty(shape))) - {"plain"}:
         weight = torch.ones(shape)
         linear = Linear(weight, None, [form])
         weight.zero_()
@@ -158,19 +158,28 @@ def test_only_fp32_and_bf16_on_a_cpu_can_be_packed() -> None:
     assert usable_forms(torch.empty(1, 1, device="meta")) == ("plain",)
 
 
-def test_a_weight_as_it_is_stored_serves_two_forms() -> None:
-    choice: FormChoice = [*("compiled",) * 2, *("plain",) * 6]
-    linear, weight, _ = make(torch.float32, False, choice)
-    assert linear.num_bytes == 400 * 300 * 4
-    assert linear.forms["compiled"] is linear.forms["plain"] is linear.weight is weight
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.int8])
+@pytest.mark.parametrize("shape", [(64, 8), (45, 7), (32, 1)])
+def test_a_panel_is_one_stream_of_what_is_multiplied_together(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Step by step, for each channel so many neighbours as one instruction takes. The last panel has whole channels."""
+    out, inner = shape
+    weight = torch.arange(out * inner).view(shape).remainder(120).to(dtype)
+    panels, together = panels_of(weight), cpu_products.neighbours_in(compiled.as_stored(weight))
+    steps = -(-inner // together)
+    assert panels.packed.shape == (-(-out // PANEL), steps * together * PANEL)
+    for n, panel in enumerate(panels.packed.view(-1, steps, PANEL, together)):
+        first = min(n * PANEL, out - PANEL)
+        channels = panel.transpose(0, 1).reshape(PANEL, -1)
+        assert torch.equal(channels[:, :inner], weight[first : first + PANEL])
+        assert not channels[:, inner:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_of_a_compiled_product_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     linear, *_ = make(dtype, True, ["compiled"])
-    x = torch.randn(11, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(2 * ROWS + 2, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     alone = torch.cat([linear(row[None]) for row in x])
-    for rows in range(2, 12):
+    for rows in range(2, len(x) + 1):
         assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
@@ -178,12 +187,12 @@ def test_a_row_of_a_compiled_product_has_the_same_bits_in_any_company(dtype: tor
 def test_a_cpu_that_multiplies_bfloat16_rounds_activations_to_it(width: int) -> None:
     """As torch's products get them. Other CPUs compute with what they are given."""
     generator = torch.Generator().manual_seed(width)
-    weight, x = torch.randn(8, width, generator=generator).bfloat16(), torch.randn(7, width, generator=generator)
-    out = torch.empty(7, 8)
-    cpu_products.multiply(x.numpy(), compiled.as_stored(weight), out.numpy(), 0, 1)
+    weight, x = torch.randn(40, width, generator=generator).bfloat16(), torch.randn(7, width, generator=generator)
+    out, bias = torch.empty(7, 40), wide_bias_of(None, 40, torch.float32)
+    cpu_products.multiply(x.numpy(), compiled.as_stored(panels_of(weight).packed), bias, out.numpy(), 0, 1)
     rounded, exact = (given.double() @ weight.double().t() for given in (x.bfloat16(), x))
     right, wrong = (rounded, exact) if cpu_code.HAS_PAIRS else (exact, rounded)
-    assert torch.allclose(out.double(), right, rtol=0, atol=1e-5)
+    assert torch.allclose(out.double(), right, rtol=0, atol=1e-4)
     assert not torch.allclose(out.double(), wrong, rtol=0, atol=1e-3)
 
 
@@ -211,10 +220,9 @@ def test_without_numba_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_weight_of_few_channels_is_not_compiled() -> None:
-    """A product reads CHANNELS of them at once."""
-    assert LEAST_CHANNELS == CHANNELS
-    assert "compiled" not in usable_forms(torch.empty(CHANNELS - 1, 8))
-    assert "compiled" in usable_forms(torch.empty(CHANNELS, 8))
+    assert LEAST_CHANNELS == PANEL
+    assert "compiled" not in usable_forms(torch.empty(PANEL - 1, 8))
+    assert "compiled" in usable_forms(torch.empty(PANEL, 8))
 
 
 INT8_SHAPES = [
@@ -321,8 +329,8 @@ def test_halves_are_rounded_to_the_even_number(form: Int8Form) -> None:
 
 @needs_int8
 def test_the_bytes_of_an_int8_product(form: Int8Form) -> None:
-    linear = make_int8(400, 300, True, form)[0]
-    assert linear.num_bytes == 400 * 300 + 2 * 4 * 400
+    linear = make_int8(416, 300, True, form)[0]
+    assert linear.num_bytes == 416 * 300 + 2 * 4 * 416
 
 
 @needs_int8
@@ -401,12 +409,13 @@ def test_int8_is_refused_where_there_are_no_exact_products(monkeypatch: pytest.M
 OTHER_CPU = """
 import torch
 from engine.kernels.cpu_integers import AT_ONCE, HAS_VNNI
-from engine.models.compiled_products import compiled_int8_product, compiled_product
+from engine.models.compiled_products import coded_panels, compiled_int8_product, compiled_product, panels_of
 from engine.models.quantize import quantise_weight, scale_activations
-for shape in ((400, 300), (4, 67), (13, 640), (9, 9)):
+for shape in ((400, 300), (32, 67), (45, 640), (33, 9)):
     weight, bias = torch.randn(shape), torch.randn(shape[0])
     coded = quantise_weight(weight)
-    product, exact = compiled_product(weight, bias), compiled_int8_product(coded.codes, coded.steps.flatten(), bias)
+    product = compiled_product(panels_of(weight), bias)
+    exact = compiled_int8_product(coded_panels(coded.codes), coded.steps.flatten(), bias)
     for rows in range(1, 14):
         x = torch.randn(rows, shape[1])
         assert torch.allclose(product(x), torch.addmm(bias, x, weight.t()), atol=1e-3)

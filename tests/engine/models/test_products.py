@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig, ProductForms, WeightForm
+from engine.kernels.cpu_panels import PANEL
 from engine.loading.load import _dtype
 from engine.models import coded_linear, product_choice, products, shards
 from engine.models.decoder import Decoder
@@ -90,7 +91,9 @@ def test_the_bytes_of_the_weights_are_those_that_are_kept(checkpoint: str) -> No
     outputs = (qkv, c.hidden_size, 2 * c.intermediate_size, c.hidden_size)
     inputs = (c.hidden_size, c.num_heads * c.head_dim, c.hidden_size, c.intermediate_size)
     layer = sum(n * k + 4 * n for n, k in zip(outputs, inputs, strict=True)) + 4 * qkv  # integers, steps, qkv's bias
-    head = c.vocab_size * (c.hidden_size + 4)
+    assert isinstance(decoder.head, Linear)
+    rows = -(-c.vocab_size // PANEL) * PANEL if "compiled_int8" in decoder.head.forms else c.vocab_size
+    head = rows * c.hidden_size + 4 * c.vocab_size
     assert decoder.weight_bytes == c.num_layers * layer + head + 4 * c.vocab_size * c.hidden_size
 
 
