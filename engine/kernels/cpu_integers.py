@@ -12,8 +12,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from engine.kernels.cpu_code import declared, features, picked
 
 BYTE, SUM = ir.IntType(8), ir.IntType(32)
-AT_ONCE = 64 if "avx512vnni" in features() else 32 if "avxvnni" in features() else 16  # products of an instruction
-HAS_VNNI = AT_ONCE > 16
+HAS_VNNI = bool({"avx512vnni", "avxvnni"} & features())
+AT_ONCE = 64 if "avx512vnni" in features() else 32 if HAS_VNNI or "avx512bw" in features() else 16  # products
 NEIGHBOURS = 4 if HAS_VNNI else 2  # products that an instruction adds up to one sum: 32 bits of activations
 OFFSET = 128 if HAS_VNNI else 0  # of activations
 ACTIVATION = np.uint8 if HAS_VNNI else np.int16

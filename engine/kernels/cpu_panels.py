@@ -39,8 +39,8 @@ from engine.kernels.cpu_code import (
 )
 from engine.kernels.cpu_integers import AT_ONCE, BYTE, NEIGHBOURS, SUM, add_products
 
-PANEL = 32  # channels
-ROWS = 12 if "avx512f" in features() else 3  # of a tile at most: its sums stay in registers
+# Channels of a panel, and rows of a tile at most. Their sums stay in registers, beside the weights of a step.
+PANEL, ROWS = (32, 12) if "avx512f" in features() else (16, 6)
 AHEAD = 2048  # bytes from what is multiplied to what is asked for; 512 to 4,096 take the same time
 
 

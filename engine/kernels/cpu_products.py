@@ -15,8 +15,7 @@ from numba import typeof, types
 from numba.extending import overload
 
 from engine.kernels.cpu_code import HAS_PAIRS, compiled_exactly
-from engine.kernels.cpu_integers import ACTIVATION, OFFSET
-from engine.kernels.cpu_integers import NEIGHBOURS as NEIGHBOURS  # for those that lay out codes
+from engine.kernels.cpu_integers import ACTIVATION, NEIGHBOURS, OFFSET
 from engine.kernels.cpu_panels import PANEL, ROWS, multiply_panel, neighbours_of
 from engine.kernels.cpu_vectors import store_row
 
@@ -104,3 +103,16 @@ def round_rows(x: Any, codes: Any, steps: Any) -> None:
         for i in range(x.shape[1]):
             codes[row, i] = ACTIVATION(np.int32(np.rint(x[row, i] / step)) + OFFSET)
         codes[row, x.shape[1] :] = OFFSET
+
+
+@compiled_exactly
+def sum_codes(panels: Any, sums: Any) -> None:
+    """sums int32 [channels ≥ PANEL]: of the numbers of each channel; panels: of int8."""
+    for panel in range(panels.shape[0]):
+        first = min(panel * PANEL, len(sums) - PANEL)
+        for channel in range(PANEL):
+            total = np.int32(0)
+            for i in range(channel * NEIGHBOURS, panels.shape[1], PANEL * NEIGHBOURS):
+                for neighbour in range(NEIGHBOURS):
+                    total += np.int32(panels[panel, i + neighbour])
+            sums[first + channel] = total

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.models.compiled import as_stored, compiled_module, in_parts, type_of_sums
 
-LEAST_CHANNELS = 32  # of a weight: a panel
+LEAST_CHANNELS = 32  # of a weight: a panel of the CPUs with the longest ones
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -23,7 +23,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 class Panels:
     """A weight [out, in] as compiled code reads it: see cpu_products.py."""
 
-    packed: Tensor  # [panels, width · LEAST_CHANNELS]
+    packed: Tensor  # [panels, width · PANEL]
     shape: torch.Size  # of the weight
 
     @property
@@ -41,13 +41,14 @@ def panels_of(weight: Tensor) -> Panels:
     module = compiled_module("cpu_products")
     assert module is not None, "has_compiled_products() asks first"
     neighbours = module.neighbours_in(as_stored(weight))
-    padded = F.pad(weight, (0, -inner % neighbours)).contiguous()
+    padded = F.pad(weight, (0, -inner % neighbours)) if inner % neighbours else weight.contiguous()
     words = padded.view(WORDS[neighbours * weight.element_size()])  # what lies side by side, moved at once
-    whole, width = out // LEAST_CHANNELS, words.shape[1]
-    panels = torch.empty(-(-out // LEAST_CHANNELS), width, LEAST_CHANNELS, dtype=words.dtype)
-    panels[:whole].copy_(words[: whole * LEAST_CHANNELS].view(whole, LEAST_CHANNELS, width).mT)
+    channels, width = module.PANEL, words.shape[1]
+    whole = out // channels
+    panels = torch.empty(-(-out // channels), width, channels, dtype=words.dtype)
+    panels[:whole].copy_(words[: whole * channels].view(whole, channels, width).mT)
     if len(panels) > whole:
-        panels[-1].copy_(words[-LEAST_CHANNELS:].t())
+        panels[-1].copy_(words[-channels:].t())
     return Panels(panels.view(len(panels), -1).view(weight.dtype), weight.shape)
 
 
@@ -78,20 +79,17 @@ CodedWeightArrays = tuple[tuple[Any, Any, Any], Any]  # ((panels, steps, what OF
 
 def coded_panels(codes: Tensor) -> Panels:
     """codes int8 [out, in], with further channels of zeros if there are too few for a panel."""
-    return panels_of(F.pad(codes, (0, 0, 0, max(0, LEAST_CHANNELS - len(codes)))))
+    missing = LEAST_CHANNELS - len(codes)
+    return panels_of(F.pad(codes, (0, 0, 0, missing)) if missing > 0 else codes)
 
 
 def coded_weight(panels: Panels, steps: Tensor, bias: Tensor | None) -> CodedWeightArrays:
     """W = the panels of codes · steps fp32 [out] as the kernel reads it, with zeros for channels that were added."""
     module = compiled_module("cpu_products")
     assert module is not None, "panels_of() asked"
-    added = 0, panels.shape[0] - len(steps)
-    each = panels.packed.view(len(panels.packed), -1, LEAST_CHANNELS, module.NEIGHBOURS).sum((1, 3), dtype=torch.int32)
-    offsets = torch.empty(panels.shape[0], dtype=torch.int32)
-    offsets[: each[:-1].numel()], offsets[-LEAST_CHANNELS:] = (
-        each[:-1].flatten() * module.OFFSET,
-        each[-1] * module.OFFSET,
-    )
+    added, sums = (0, panels.shape[0] - len(steps)), torch.empty(panels.shape[0], dtype=torch.int32)
+    module.sum_codes(panels.packed.numpy(), sums.numpy())
+    offsets = sums * module.OFFSET
     given = torch.zeros(len(steps)) if bias is None else bias.float()
     wide_bias, wide_steps = (F.pad(numbers, added).contiguous().numpy() for numbers in (given, steps))
     return (panels.packed.numpy(), wide_steps, offsets.numpy()), wide_bias
@@ -104,7 +102,7 @@ def compiled_int8_product(panels: Panels, steps: Tensor, bias: Tensor | None) ->
     weight, wide_bias = coded_weight(panels, steps, bias)
     channels, given, num_bytes = len(steps), panels.shape[0], panels.num_bytes
     assert module is not None, "panels_of() asked"
-    width, most = panels.packed.shape[1] // LEAST_CHANNELS, module.ROWS
+    width, most = panels.packed.shape[1] // module.PANEL, module.ROWS
 
     def product(x: Tensor) -> Tensor:
         wide, rows = x.float().contiguous(), x.shape[0]
