@@ -7,6 +7,7 @@ sums have to be added up across vectors (docs/log.md). A result is the same bits
 """
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -17,6 +18,7 @@ from engine.kernels.cpu_code import (
     CACHE_LINE,
     HAS_PAIRS,
     INDEX,
+    VECTOR_BYTES,
     Address,
     add_pairs,
     ask_for,
@@ -39,8 +41,10 @@ from engine.kernels.cpu_code import (
 )
 from engine.kernels.cpu_integers import AT_ONCE, BYTE, NEIGHBOURS, SUM, add_products
 
-# Channels of a panel, and rows of a tile at most. Their sums stay in registers, beside the weights of a step.
+# Channels of a panel, and rows of a tile at most. Sums in fp32 and of integers stay in registers, beside the weights of
+# a step.
 PANEL, ROWS = (32, 12) if "avx512f" in features() else (16, 6)
+STEPS = 256  # whose products are added up by themselves: with each addition a larger sum rounds more away
 AHEAD = 2048  # bytes from what is multiplied to what is asked for; 512 to 4,096 take the same time
 
 
@@ -51,6 +55,7 @@ class Arithmetic(NamedTuple):
     neighbours: int
     channels: int  # of a vector
     sums: Any  # type of a sum, as LLVM has it
+    join: Callable[[Any, Any, Any], Any]  # (builder, sums, sums) → their sums
     read: Callable[[Any, Any], Any]  # (builder, address) → a vector of weights
     repeat: Callable[[Any, Any], Any]  # (builder, address) → a vector of a row's neighbours, once for each channel
     add: Callable[[Any, Any, Any, Any], Any]  # (builder, the latter, the former, sums) → sums
@@ -70,16 +75,18 @@ def _arithmetic(x: Any, panels: Any) -> Arithmetic:
             neighbours,
             channels,
             SUM,
+            ir.IRBuilder.add,
             lambda builder, address: load_as(builder, address, BYTE, AT_ONCE, 1),
             lambda builder, address: _repeated(builder, address, channels, row),
             add_products,
         )
-    channels = 16
+    channels = VECTOR_BYTES // 4
     if neighbours > 1:
         return Arithmetic(
             neighbours,
             channels,
             sum_type(x),
+            ir.IRBuilder.fadd,
             lambda builder, address: load_pairs(builder, address, channels),
             lambda builder, address: _repeated(builder, address, channels, pairs_type(channels)),
             add_pairs,
@@ -88,6 +95,7 @@ def _arithmetic(x: Any, panels: Any) -> Arithmetic:
         neighbours,
         channels,
         sum_type(x),
+        ir.IRBuilder.fadd,
         lambda builder, address: load(builder, address, stored, channels),
         lambda builder, address: spread(builder, builder.load(address), channels),
         multiply_add,
@@ -108,16 +116,25 @@ def _emit_sums(builder: Any, kinds: tuple[Any, Any], by_row: list[Address], pane
     how, size = _arithmetic(*kinds), kinds[1].dtype.bitwidth // 8
     step = PANEL * how.neighbours  # numbers of the panel that are multiplied at once
     places = range(0, step, how.channels * how.neighbours)
-    totals = [[zero_sum(builder, how.sums, how.channels) for _ in places] for _ in by_row]
-    with cgutils.for_range_slice(builder, index(0), width, index(how.neighbours), INDEX) as (i, _):
-        first = builder.mul(i, index(PANEL))
-        values = [how.read(builder, panel(builder.add(first, index(place)))) for place in places]
-        for line in range(0, step * size, CACHE_LINE):
-            ask_for(builder, panel(builder.add(first, index((AHEAD + line) // size))))
-        for row, sums in zip(by_row, totals, strict=True):
-            numbers = how.repeat(builder, row(i))
-            for value, total in zip(values, sums, strict=True):
-                builder.store(how.add(builder, numbers, value, builder.load(total)), total)
+    totals, parts = ([[zero_sum(builder, how.sums, how.channels) for _ in places] for _ in by_row] for _ in range(2))
+    pairs = list(zip(chain(*totals), chain(*parts), strict=True))
+    most = index(STEPS * how.neighbours)
+    with cgutils.for_range_slice(builder, index(0), width, most, INDEX) as (begin, _):
+        for _, part in pairs:
+            builder.store(ir.Constant(part.type.pointee, None), part)
+        end, whole = builder.add(begin, most), builder.icmp_signed("<", width, builder.add(begin, most))
+        stop = builder.select(whole, width, end)
+        with cgutils.for_range_slice(builder, begin, stop, index(how.neighbours), INDEX) as (i, _):
+            first = builder.mul(i, index(PANEL))
+            values = [how.read(builder, panel(builder.add(first, index(place)))) for place in places]
+            for line in range(0, step * size, CACHE_LINE):
+                ask_for(builder, panel(builder.add(first, index((AHEAD + line) // size))))
+            for row, sums in zip(by_row, parts, strict=True):
+                numbers = how.repeat(builder, row(i))
+                for value, part in zip(values, sums, strict=True):
+                    builder.store(how.add(builder, numbers, value, builder.load(part)), part)
+        for total, part in pairs:
+            builder.store(how.join(builder, builder.load(total), builder.load(part)), total)
     return [[builder.load(total) for total in sums] for sums in totals]
 
 

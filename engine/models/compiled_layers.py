@@ -209,7 +209,7 @@ class CompiledLayers:
         if isinstance(kept, Int8Weight):
             return coded_weight(kept.packed, kept.steps, product.bias)
         assert isinstance(kept, Panels)
-        return as_stored(kept.packed), wide_bias_of(product.bias, product.shape[0], self._wide)
+        return as_stored(kept.numbers), wide_bias_of(product.bias, product.shape[0], self._wide)
 
 
 def _kind(known: Any) -> Any:

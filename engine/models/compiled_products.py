@@ -13,22 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.blocks import block
 from engine.models.compiled import as_stored, compiled_module, in_parts, type_of_sums
 
 LEAST_CHANNELS = 32  # of a weight: a panel of the CPUs with the longest ones
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Panels:
     """A weight [out, in] as compiled code reads it: see cpu_products.py."""
 
-    packed: Tensor  # [panels, width · PANEL]
-    shape: torch.Size  # of the weight
+    numbers: Tensor  # [panels, width · PANEL]
+    shape: torch.Size  # of the weight, with the channels that were added
 
     @property
     def num_bytes(self) -> int:
-        return self.packed.nbytes
+        return self.numbers.nbytes
 
 
 def has_compiled_products() -> bool:
@@ -41,22 +42,24 @@ def panels_of(weight: Tensor) -> Panels:
     module = compiled_module("cpu_products")
     assert module is not None, "has_compiled_products() asks first"
     neighbours = module.neighbours_in(as_stored(weight))
-    padded = F.pad(weight, (0, -inner % neighbours)) if inner % neighbours else weight.contiguous()
-    words = padded.view(WORDS[neighbours * weight.element_size()])  # what lies side by side, moved at once
+    weight = F.pad(weight, (0, -inner % neighbours)) if inner % neighbours else weight.contiguous()
+    if weight.storage_offset() % neighbours:
+        weight = weight.clone()
+    words = weight.view(WORDS[neighbours * weight.element_size()])  # what lies side by side, moved at once
     channels, width = module.PANEL, words.shape[1]
     whole = out // channels
-    panels = torch.empty(-(-out // channels), width, channels, dtype=words.dtype)
+    panels = block((-(-out // channels), width, channels), words.dtype)
     panels[:whole].copy_(words[: whole * channels].view(whole, channels, width).mT)
     if len(panels) > whole:
         panels[-1].copy_(words[-channels:].t())
-    return Panels(panels.view(len(panels), -1).view(weight.dtype), weight.shape)
+    return Panels(panels.view(len(panels), -1).view(weight.dtype), torch.Size((out, inner)))
 
 
 def compiled_product(weight: Panels, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """y = x Wᵀ + b. Sums are fp32 or fp64, and rounded once."""
     module = compiled_module("cpu_products")
     assert module is not None, "panels_of() asked"
-    multiply, stored, dtype = module.multiply, as_stored(weight.packed), weight.packed.dtype
+    multiply, stored, dtype = module.multiply, as_stored(weight.numbers), weight.numbers.dtype
     sums, channels, num_bytes, most = type_of_sums(dtype), weight.shape[0], weight.num_bytes, module.ROWS
     wide_bias, same = wide_bias_of(bias, channels, sums), dtype == sums
 
@@ -71,7 +74,7 @@ def compiled_product(weight: Panels, bias: Tensor | None) -> Callable[[Tensor], 
 
 def wide_bias_of(bias: Tensor | None, channels: int, sums: torch.dtype) -> Any:
     """The bias as compiled code adds it: none is zeros."""
-    return torch.zeros(channels, dtype=sums).numpy() if bias is None else bias.to(sums).contiguous().numpy()
+    return torch.zeros(channels, dtype=sums).numpy() if bias is None else bias.detach().to(sums).contiguous().numpy()
 
 
 CodedWeightArrays = tuple[tuple[Any, Any, Any], Any]  # ((panels, steps, what OFFSET adds), bias), as the kernel's
@@ -88,11 +91,11 @@ def coded_weight(panels: Panels, steps: Tensor, bias: Tensor | None) -> CodedWei
     module = compiled_module("cpu_products")
     assert module is not None, "panels_of() asked"
     added, sums = (0, panels.shape[0] - len(steps)), torch.empty(panels.shape[0], dtype=torch.int32)
-    module.sum_codes(panels.packed.numpy(), sums.numpy())
+    module.sum_codes(panels.numbers.numpy(), sums.numpy())
     offsets = sums * module.OFFSET
     given = torch.zeros(len(steps)) if bias is None else bias.float()
     wide_bias, wide_steps = (F.pad(numbers, added).contiguous().numpy() for numbers in (given, steps))
-    return (panels.packed.numpy(), wide_steps, offsets.numpy()), wide_bias
+    return (panels.numbers.numpy(), wide_steps, offsets.numpy()), wide_bias
 
 
 def compiled_int8_product(panels: Panels, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -102,7 +105,7 @@ def compiled_int8_product(panels: Panels, steps: Tensor, bias: Tensor | None) ->
     weight, wide_bias = coded_weight(panels, steps, bias)
     channels, given, num_bytes = len(steps), panels.shape[0], panels.num_bytes
     assert module is not None, "panels_of() asked"
-    width, most = panels.packed.shape[1] // module.PANEL, module.ROWS
+    width, most = panels.numbers.shape[1] // module.PANEL, module.ROWS
 
     def product(x: Tensor) -> Tensor:
         wide, rows = x.float().contiguous(), x.shape[0]

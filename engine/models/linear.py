@@ -95,9 +95,11 @@ class Linear:
 
     @property
     def weight(self) -> Tensor:
-        """W in one of its forms, the plain one if it is kept. An int8 weight is its library's own object."""
+        """W as it is stored, if that form is kept; else what another form keeps, in its own layout."""
         kept = self.forms.get("plain", next(iter(self.forms.values())))
-        return kept if isinstance(kept, Tensor) else cast(Tensor, kept.packed)
+        if isinstance(kept, Panels):
+            return kept.numbers
+        return cast(Tensor, kept.packed) if isinstance(kept, Int8Weight) else kept
 
     @property
     def num_bytes(self) -> int:

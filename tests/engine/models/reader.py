@@ -44,6 +44,7 @@ def all_compiled(decoder: Decoder) -> Decoder:
 def in_panels(product: Linear) -> Linear:
     """The product, with what compiled layers read: fp64 has only plain products otherwise."""
     if not set(COMPILED) & set(product.forms):
+        assert "plain" in product.forms
         product.forms["compiled"] = panels_of(product.weight)
     return product
 

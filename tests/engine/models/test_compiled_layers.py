@@ -7,15 +7,18 @@ from pathlib import Path
 from time import sleep
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 import engine.models.compiled as compiled_code
 from engine.kernels import cpu_layers
 from engine.models import between_products, compiled_layers
 from engine.models.between_products import compile_layers, tell_gains
 from engine.models.compiled_layers import CompiledLayers, products_of
+from engine.models.compiled_products import panels_of
 from engine.models.decoder import Decoder, WatchedStates
 from engine.models.feeds import Feed
 from engine.models.few_rows_choice import layers_for_few_rows
@@ -217,6 +220,22 @@ def test_threads_share_a_layer(kind: str, checkpoint: Callable[[str], str], monk
     shared = logits_of(decoder, PASSES)
     assert parts == {(0, 3), (1, 3), (2, 3)}
     assert all(torch.equal(shared[slot], alone[slot]) for slot in alone)
+
+
+@pytest.mark.parametrize("width", [32, 40, 100, 333])
+@pytest.mark.parametrize("parts", [1, 3, 9])
+def test_the_halves_of_a_gate_may_begin_within_a_panel(width: int, parts: int) -> None:
+    """A part computes whole panels, so some channels of the other half too, or of another part."""
+    generator = torch.Generator().manual_seed(width)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 24), (2 * width, 24), (2 * width,)))
+    no_norm, numbers = (np.empty(0, np.float32), 0.0), np.empty((5, width), np.float32)
+    product = panels_of(weight).numbers.numpy(), bias.numpy()
+    layer = (*[no_norm] * 7, (product, False), product, 1.0)
+    states, room = (x.numpy().copy(), np.zeros((5, 24), np.float32), x.numpy()), (numbers,) * 4
+    for part in range(parts):
+        cpu_layers.gate(states, layer, room, part, parts)
+    gate, up = torch.addmm(bias, x, weight.t()).split(width, 1)
+    assert torch.allclose(torch.from_numpy(numbers), silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -95,7 +95,7 @@ def make(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_form_of_a_product_is_the_product(dtype: torch.dtype, bias: bool) -> None:
-    for form in usable_forms(torch.empty(4, 1, dtype=dtype)):
+    for form in usable_forms(torch.empty(LEAST_CHANNELS, 1, dtype=dtype)):
         linear, weight, offset = make(dtype, bias, [form])
         for rows in (1, 3, 4, 9):
             x = torch.randn(rows, 300, generator=torch.Generator().manual_seed(rows)).to(dtype)
@@ -141,7 +141,7 @@ def test_only_the_chosen_forms_are_kept() -> None:
     assert linear.num_bytes == 2 * size
 
 
-@pytest.mark.parametrize("shape", [(7, 1), (1, 7), (7, 5)])
+@pytest.mark.parametrize("shape", [(7, 1), (1, 7), (7, 5), (40, 1), (40, 5)])
 def test_the_other_forms_have_memory_of_their_own(shape: tuple[int, int]) -> None:
     """The next weight may be read to where this one lies."""
     for form in set(usable_forms(torch.empty(shape))) - {"plain"}:
@@ -166,8 +166,8 @@ def test_a_panel_is_one_stream_of_what_is_multiplied_together(dtype: torch.dtype
     weight = torch.arange(out * inner).view(shape).remainder(120).to(dtype)
     panels, together = panels_of(weight), cpu_products.neighbours_in(compiled.as_stored(weight))
     steps = -(-inner // together)
-    assert panels.packed.shape == (-(-out // PANEL), steps * together * PANEL)
-    for n, panel in enumerate(panels.packed.view(-1, steps, PANEL, together)):
+    assert panels.numbers.shape == (-(-out // PANEL), steps * together * PANEL)
+    for n, panel in enumerate(panels.numbers.view(-1, steps, PANEL, together)):
         first = min(n * PANEL, out - PANEL)
         channels = panel.transpose(0, 1).reshape(PANEL, -1)
         assert torch.equal(channels[:, :inner], weight[first : first + PANEL])
@@ -183,16 +183,30 @@ def test_a_row_of_a_compiled_product_has_the_same_bits_in_any_company(dtype: tor
         assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
+def test_a_compiled_product_of_many_numbers_is_as_exact_as_others() -> None:
+    """One sum over all of them would round away 1.7e-6 of it."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.rand(rows, 16384, generator=generator) for rows in (64, 4))
+    exact = x.double() @ weight.double().t()
+    error = Linear(weight, None, ["compiled"])(x) / exact - 1
+    assert error.square().mean().sqrt() < 4e-7
+
+
+def test_codes_that_begin_within_a_word_are_laid_out() -> None:
+    codes = torch.arange(40 * 24 + 1).remainder(100).to(torch.int8)
+    assert torch.equal(panels_of(codes[1:].view(40, 24)).numbers, panels_of(codes[1:].view(40, 24).clone()).numbers)
+
+
 @pytest.mark.parametrize("width", [31, 32, 300])
 def test_a_cpu_that_multiplies_bfloat16_rounds_activations_to_it(width: int) -> None:
     """As torch's products get them. Other CPUs compute with what they are given."""
     generator = torch.Generator().manual_seed(width)
     weight, x = torch.randn(40, width, generator=generator).bfloat16(), torch.randn(7, width, generator=generator)
     out, bias = torch.empty(7, 40), wide_bias_of(None, 40, torch.float32)
-    cpu_products.multiply(x.numpy(), compiled.as_stored(panels_of(weight).packed), bias, out.numpy(), 0, 1)
+    cpu_products.multiply(x.numpy(), compiled.as_stored(panels_of(weight).numbers), bias, out.numpy(), 0, 1)
     rounded, exact = (given.double() @ weight.double().t() for given in (x.bfloat16(), x))
     right, wrong = (rounded, exact) if cpu_code.HAS_PAIRS else (exact, rounded)
-    assert torch.allclose(out.double(), right, rtol=0, atol=1e-4)
+    assert torch.allclose(out.double(), right, rtol=0, atol=3e-5)
     assert not torch.allclose(out.double(), wrong, rtol=0, atol=1e-3)
 
 
@@ -216,7 +230,7 @@ def test_threads_share_a_compiled_product(dtype: torch.dtype, monkeypatch: pytes
 
 def test_without_numba_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "has_compiled_products", lambda: False)
-    assert "compiled" not in usable_forms(torch.empty(4, 1))
+    assert "compiled" not in usable_forms(torch.empty(LEAST_CHANNELS, 1))
 
 
 def test_a_weight_of_few_channels_is_not_compiled() -> None:
@@ -411,10 +425,10 @@ import torch
 from engine.kernels.cpu_integers import AT_ONCE, HAS_VNNI
 from engine.models.compiled_products import coded_panels, compiled_int8_product, compiled_product, panels_of
 from engine.models.quantize import quantise_weight, scale_activations
-for shape in ((400, 300), (32, 67), (45, 640), (33, 9)):
+for shape in ((400, 300), (32, 67), (45, 640), (9, 9)):
     weight, bias = torch.randn(shape), torch.randn(shape[0])
     coded = quantise_weight(weight)
-    product = compiled_product(panels_of(weight), bias)
+    product = compiled_product(panels_of(weight), bias) if shape[0] > 31 else lambda x: torch.addmm(bias, x, weight.t())
     exact = compiled_int8_product(coded_panels(coded.codes), coded.steps.flatten(), bias)
     for rows in range(1, 14):
         x = torch.randn(rows, shape[1])
@@ -422,7 +436,7 @@ for shape in ((400, 300), (32, 67), (45, 640), (33, 9)):
         numbers, row_steps = scale_activations(x)
         sums = (numbers.round().double() @ coded.codes.double().t()).float() * coded.steps.flatten()
         assert torch.allclose(exact(x), torch.addcmul(bias, sums, row_steps), rtol=1e-6, atol=1e-6)
-        assert torch.equal(product(x)[-1:], product(x[-1:]))
+        assert shape[0] < 32 or torch.equal(product(x)[-1:], product(x[-1:]))
         assert torch.equal(exact(x)[-1:], exact(x[-1:]))
 print(AT_ONCE, HAS_VNNI)
 """

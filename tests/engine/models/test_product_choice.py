@@ -105,6 +105,15 @@ def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
                 assert machine.calls.count((ProductShape(out, 16, False), form, rows)) >= weights * MIN_SWEEPS
 
 
+def test_a_weight_of_few_channels_is_timed_in_its_own_forms() -> None:
+    """A router has as many as there are experts."""
+    machine = Machine({8: SMALL_LAYERS, 48: {**ALWAYS_PACKED, "compiled": [1.0] * len(BUCKETS)}})
+    made = products(8, 48)
+    choose_forms(made, timed=machine)
+    assert chosen(made) == ["transposed to 5 rows, packed beyond", "compiled"]
+    assert {form for shape, form, _ in machine.calls if shape.out == 8} == set(SMALL_LAYERS) - {"compiled"}
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_weight_is_timed_where_service_finds_it(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model's weights come to lie in a cache after some passes, where one form is the faster one. A larger
