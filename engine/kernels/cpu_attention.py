@@ -13,30 +13,29 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels.cpu_code import KEYS, LANES, compiled
+from engine.kernels.cpu_code import compiled
 from engine.kernels.cpu_exponentials import NOTHING, weigh
-from engine.kernels.cpu_vectors import add_rows, prefetch, score_keys
+from engine.kernels.cpu_vectors import BLOCK, add_rows, prefetch, score_block, store_row
 
-# Keys, in whole groups of KEYS and in whole vectors: with fewer the work that each tile brings would count.
-TILE = 64
+TILE = 64  # keys, in whole blocks and vectors: with fewer the work that each tile brings would count
 READING = 8  # scores that take as long as reading a key and its value
 
 
 @compiled
-def score(queries: Any, lanes: int, tile: Any, head: int, count: int, scores: Any) -> None:
-    """scores[lane, i] = queries[lane] · key i, for the first lanes of queries [≥ lanes, head_dim], and for `count`
-    keys in whole groups of KEYS.
+def score(turned: Any, lanes: int, tile: Any, head: int, count: int, wide: Any, scores: Any) -> None:
+    """scores[lane, i] = query `lane` · key i, for the first lanes of the queries turned [head_dim, whole blocks], and
+    for `count` keys in whole blocks.
 
-    tile: (rows, the numbers of its keys' rows for head 0, those of the next tile).
+    tile: (rows, the numbers of its keys' rows for head 0, those of the next tile). wide [TILE, head_dim]: room for the
+    keys as the queries' numbers.
     """
     rows, numbers, behind = tile
-    passes = (lanes + LANES - 1) // LANES
-    for i in range(0, count, KEYS):
-        for n in range(i, i + KEYS):
-            prefetch(rows, behind[0, n] + head)
-        for n in range(passes):
-            lane = lanes * n // passes
-            score_keys(queries, lane, lanes * (n + 1) // passes - lane, rows, numbers, i, head, scores)
+    for i in range(count):
+        prefetch(rows, behind[0, i] + head)
+        store_row(rows, numbers[0, i] + head, 0, wide, i)
+    for lane in range(0, lanes, BLOCK):
+        for i in range(0, count, BLOCK):
+            score_block(turned, lane, wide, i, scores)
 
 
 @compiled
@@ -70,9 +69,14 @@ def soften(
 
 
 @compiled
+def whole_blocks(count: int) -> int:
+    return -(-count // BLOCK) * BLOCK
+
+
+@compiled
 def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: Any) -> int:
     """The numbers of the rows that hold places start … end − 1, each place being `step` rows. The last one fills the
-    rest of numbers [1, TILE]. Returns how many entries make whole groups of KEYS."""
+    rest of numbers [1, TILE]. Returns how many entries make whole blocks."""
     count = end - start
     block, offset = start // size, start % size
     for i in range(count):
@@ -82,22 +86,23 @@ def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: A
             block, offset = block + 1, 0
     for i in range(count, TILE):
         numbers[0, i] = numbers[0, count - 1]
-    return -(-count // KEYS) * KEYS
+    return whole_blocks(count)
 
 
 @compiled
 def attend_tile(
-    tile: Any, start: int, sizes: Any, head: tuple[int, int], rows: Any, cap: float, lanes: Any, scores: Any
+    tile: Any, start: int, sizes: Any, head: tuple[int, int], rows: Any, cap: float, lanes: Any, room: Any
 ) -> None:
     """Attend with all lanes of one kv head to the keys of a tile, from place `start` on.
 
     sizes: (number of keys, of entries, of lanes, of lanes per row). rows: (firsts, lasts, paths, base), as `attend` has
-    them. lanes: (queries, sums [lanes, head_dim], tops, totals [lanes]). scores [lanes, TILE]: room.
+    them. lanes: (queries [head_dim, whole blocks], sums [lanes, head_dim], tops, totals [lanes]). room: (the keys wide,
+    scores [whole blocks, TILE]), as `score` has them.
     """
     count, filled, most, group = sizes
     firsts, lasts, paths, base = rows
-    queries, sums, tops, totals = lanes
-    score(queries, most, tile, head[0], filled, scores)
+    (queries, sums, tops, totals), (wide, scores) = lanes, room
+    score(queries, most, tile, head[0], filled, wide, scores)
     for lane in range(most):
         r = lane // group
         top, total = soften(scores, lane, start, count, (firsts[r], lasts[r], paths[r], base), cap, tops[lane])
@@ -125,12 +130,12 @@ def attend_heads(
 ) -> None:
     """Attend with the lanes of one sequence to places bounds[0] … bounds[1] − 1, for kv heads heads[0] … heads[1] − 1.
 
-    lanes: (queries, sums [heads, lanes, head_dim], tops, totals [heads, lanes]). group, rows, cap: as in `attend_tile`.
+    lanes: as in `attend_tile`, for each head. group, rows, cap: as there.
     """
     queries, sums, tops, totals = lanes
     size, step = pool.shape[1], pool.shape[2]
     most = len(rows[0]) * group
-    scores = np.zeros((most, TILE), queries.dtype)
+    room = np.empty((TILE, pool.shape[3]), queries.dtype), np.empty((whole_blocks(most), TILE), queries.dtype)
     flat = pool.reshape(pool.shape[0] * size * step, pool.shape[3])
     numbers, behind = np.zeros((1, TILE), np.intp), np.zeros((1, TILE), np.intp)
     start, high = bounds
@@ -142,7 +147,7 @@ def attend_heads(
         for n in range(heads[1] - heads[0]):
             of_head = (queries[n], sums[n], tops[n], totals[n])
             sizes = (stop - start, filled, most, group)
-            attend_tile((flat, numbers, behind), start, sizes, (heads[0] + n, step // 2), rows, cap, of_head, scores)
+            attend_tile((flat, numbers, behind), start, sizes, (heads[0] + n, step // 2), rows, cap, of_head, room)
         numbers, behind = behind, numbers
         start, stop, filled = stop, after, next_filled
 
@@ -168,8 +173,9 @@ def finish(sums: Any, top: Any, total: Any, sink: Any, out: Any) -> None:
         factor, total, top = sums.dtype.type(math.exp(top - sink)), total * math.exp(top - sink), sink
     if sink > NOTHING:
         total += math.exp(sink - top)
+    factor = sums.dtype.type(factor / total)
     for x in range(sums.size):
-        out[x] = sums[x] * factor / total
+        out[x] = sums[x] * factor
 
 
 @compiled
@@ -204,7 +210,8 @@ def attend(
         lows[s] = firsts[begin:end].min()
         most = max(most, (end - begin) * group)
         whole += work_of(ends[s] - lows[s], (end - begin) * group) * kv_heads
-    q, sums = np.empty((kv_heads, most, width), queries.dtype), np.empty((kv_heads, most, width), queries.dtype)
+    turned = np.zeros((kv_heads, width, whole_blocks(most)), queries.dtype)
+    sums = np.empty((kv_heads, most, width), queries.dtype)
     tops, totals = np.empty((kv_heads, most), queries.dtype), np.empty((kv_heads, most), queries.dtype)
     before = 0
     for s in range(len(ends)):
@@ -219,11 +226,11 @@ def attend(
                 query = queries[begin + lane // group, (first + n) * group + lane % group]
                 tops[n, lane], totals[n, lane] = NOTHING, number(0)
                 for x in range(width):
-                    q[n, lane, x], sums[n, lane, x] = query[x] * number(scale), number(0)
+                    turned[n, x, lane], sums[n, lane, x] = query[x] * number(scale), number(0)
         of = slice(begin, first_rows[s + 1])
         seen = (firsts[of], lasts[of], paths[of], bases[s])
         bounds, heads = (lows[s], ends[s]), (first, last)
-        attend_heads(pool, tables[s], bounds, heads, group, seen, cap, (q, sums, tops, totals))
+        attend_heads(pool, tables[s], bounds, heads, group, seen, cap, (turned, sums, tops, totals))
         for n in range(last - first):
             for lane in range(count):
                 head = (first + n) * group + lane % group

@@ -1,4 +1,4 @@
-"""LLVM code for rows of numbers, from which the operations of cpu_vectors.py and cpu_integers.py are made.
+"""LLVM code for rows of numbers, from which the operations of cpu_vectors.py and cpu_panels.py are made.
 
 A compiler makes vectors of loops too, but asks before each whether the rows overlap, which takes as long as the work on
 a row of 64 numbers. And it may add in another order for another number of rows. In explicit vectors a result is the
@@ -49,10 +49,6 @@ compiled: Any = njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 compiled_exactly: Any = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 
 
-# Keys that 1, 2, … queries are multiplied with at once, as many as the sums have registers. A sum waits for its last
-# addition, and memory is read faster in several places at once.
-TILES = (4, 4, 4, 4, 4, 4) if "avx512f" in features() else (4, 2, 2)
-LANES, KEYS = len(TILES), max(TILES)
 HAS_PAIRS = "avx512bf16" in features()  # whether the CPU multiplies bfloat16 numbers
 
 
@@ -164,13 +160,18 @@ def picked(builder: Any, vector: Any, places: Iterable[int], other: Any = None) 
     return builder.shuffle_vector(vector, vector if other is None else other, chosen)
 
 
-def in_tiles(builder: Any, lane: Any, lanes: Any, key: Any, emit: Callable[[list[Any], list[Any]], None]) -> None:
-    """Emit code for each number of lanes, 1 to LANES: those behind `lane`, and KEYS keys behind `key` in groups."""
-    for count, group in enumerate(TILES, 1):
-        with builder.if_then(builder.icmp_signed("==", lanes, index(count))):
-            keys = behind(builder, key, KEYS)
-            for first in range(0, KEYS, group):
-                emit(behind(builder, lane, count), keys[first : first + group])
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """The columns of as many vectors as each has numbers, a power of 2: blocks off the diagonal change places, first of
+    half the size, then of a quarter, and so on."""
+    rows, size = list(rows), len(rows)
+    step = size // 2
+    while step:
+        for i in (i for i in range(size) if not i & step):
+            a, b = rows[i], rows[i + step]
+            rows[i] = picked(builder, a, [c - step + size if c & step else c for c in range(size)], b)
+            rows[i + step] = picked(builder, a, [c + size if c & step else c + step for c in range(size)], b)
+        step //= 2
+    return rows
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Products of rows in explicit vectors, for code that Numba compiles (cpu_attention.py, cpu_layers.py).
+"""Products of rows in explicit vectors, for code that Numba compiles (cpu_attention.py, cpu_layers.py,
+cpu_products.py).
 
 A result is the same bits however many rows are computed beside it.
 """
@@ -21,7 +22,6 @@ from engine.kernels.cpu_code import (
     behind,
     emitted,
     features,
-    in_tiles,
     index,
     load,
     multiply_add,
@@ -33,10 +33,12 @@ from engine.kernels.cpu_code import (
     store,
     sum_type,
     totals_of,
+    transposed,
     width_of,
     zero_sum,
 )
 
+BLOCK = 16 if "avx512f" in features() else 8  # queries, and keys: the sums of a key are a register
 # Sums that stay in registers while rows are added to them: lanes at once, largest first, and vectors of each.
 AT_ONCE, VECTORS = ((4, 2, 1), 4) if "avx512f" in features() else ((2, 1), 2)
 
@@ -81,35 +83,32 @@ def dot(_context: Any, a: Any, row: Any, b: Any, number: Any, products: Any) -> 
 
 
 @emitted
-def score_keys(
-    _context: Any, queries: Any, lane: Any, lanes: Any, rows: Any, numbers: Any, i: Any, ahead: Any, scores: Any
-) -> Any:
-    """(queries [n, width], lane, lanes, rows [m, width], numbers [1, ..], i, ahead, scores [n, ..]): scores[lane, i]
-    becomes the dot product of queries[lane] with rows[numbers[0, i] + ahead], and so for `lanes` lanes and KEYS
-    keys."""
+def score_block(_context: Any, turned: Any, lane: Any, keys: Any, key: Any, scores: Any) -> Any:
+    """(turned [width, n], lane, keys [m, width], key, scores [n, ..]): scores[lane + l, key + k] becomes the dot product
+    of the queries turned[:, lane + l] with keys[key + k], for l and k below BLOCK.
+
+    The queries of a vector are multiplied by one number of a key. So a sum lies in one place of a vector, and the block
+    is turned at the end.
+    """
 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        q, first, count, keys, all_numbers, start, more, out = arguments
-        width, number_at = (
-            width_of(context, builder, queries, q),
-            row_of(context, builder, numbers, all_numbers, index(0)),
-        )
-
-        def tile(of_lanes: list[Any], places: list[Any]) -> None:
-            chosen = [builder.add(builder.load(number_at(place)), more) for place in places]
-            by_lane, by_key = (
-                rows_of(context, builder, queries, q, of_lanes),
-                rows_of(context, builder, rows, keys, chosen),
-            )
-            made = _emit_dots(builder, (queries, rows), width, by_lane, by_key)
-            for target, values in zip(rows_of(context, builder, scores, out, of_lanes), made, strict=True):
-                store(builder, values, target(places[0]), scores.dtype.bitwidth // 8)
-
-        in_tiles(builder, first, count, start, tile)
+        queries, first, rows, begin, out = arguments
+        kind = sum_type(turned)
+        width, size = width_of(context, builder, keys, rows), scores.dtype.bitwidth // 8
+        by_key = rows_of(context, builder, keys, rows, behind(builder, begin, BLOCK))
+        totals = [zero_sum(builder, kind, BLOCK) for _ in by_key]
+        with cgutils.for_range(builder, width, intp=INDEX) as loop:
+            lanes = load(builder, row_of(context, builder, turned, queries, loop.index)(first), turned.dtype, BLOCK)
+            for row, total in zip(by_key, totals, strict=True):
+                number = spread(builder, builder.load(row(loop.index)), BLOCK)
+                builder.store(multiply_add(builder, number, lanes, builder.load(total)), total)
+        made = transposed(builder, [builder.load(total) for total in totals])
+        targets = rows_of(context, builder, scores, out, behind(builder, first, BLOCK))
+        for target, values in zip(targets, made, strict=True):
+            store(builder, values, target(begin), size)
         return context.get_dummy_value()
 
-    given = queries, types.intp, types.intp, rows, numbers, types.intp, types.intp, scores
-    return types.void(*given), code
+    return types.void(turned, types.intp, keys, types.intp, scores), code
 
 
 @emitted
