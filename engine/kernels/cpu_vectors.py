@@ -84,8 +84,8 @@ def dot(_context: Any, a: Any, row: Any, b: Any, number: Any, products: Any) -> 
 
 @emitted
 def score_block(_context: Any, turned: Any, lane: Any, keys: Any, key: Any, scores: Any) -> Any:
-    """(turned [width, n], lane, keys [m, width], key, scores [n, ..]): scores[lane + l, key + k] becomes the dot product
-    of the queries turned[:, lane + l] with keys[key + k], for l and k below BLOCK.
+    """(turned [width, n], lane, keys [m, width], key, scores [n, ..]): scores[lane + l, key + k] becomes the dot
+    product of the query turned[:, lane + l] with keys[key + k], for l and k below BLOCK.
 
     The queries of a vector are multiplied by one number of a key. So a sum lies in one place of a vector, and the block
     is turned at the end.

@@ -23,8 +23,9 @@ from engine.profiling.quartile import lower_quartile
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 3, 5, 9, 17, 40, 120)  # of the span: a plain step, verification, several guesses at once, a prompt
-KEYS = 512
+ROWS = (1, 2, 3, 5, 9, 17, 40, 120)  # of a span: a plain step, verification, several guesses at once, a whole prompt
+PROMPTS = 3  # weight of the last of ROWS: passes that read prompts take as long as many others
+KEYS = 512  # of the longer of two spans
 LAYERS = 4  # keys and values come from farther than the first-level cache, as in service
 SWEEPS = 5
 LONGER = 1.15  # reading blocks may take so many times as long: longer contexts come from memory, where it gains more
@@ -40,6 +41,7 @@ def rows_that_pay(timed: TimedSweeps) -> int:
     """
     times = [timed(rows) for rows in ROWS]
     gains = [log2(LONGER * lower_quartile(theirs) / lower_quartile(ours)) for ours, theirs in times]
+    gains[-1] *= PROMPTS
     together = [0.0, *accumulate(gains)]
     return (0, *ROWS)[together.index(max(together))]
 
@@ -58,12 +60,13 @@ def measured_lanes(heads: int, shape: KVShape) -> int:
 
 
 class SampleSweeps:
-    """Attention of one span in some layers over random keys and values, by both ways in turn."""
+    """Attention of two spans in some layers over random keys and values, by both ways in turn. The spans differ in
+    length, as those of sequences do: torch's attention then needs a call for each, or a mask."""
 
     def __init__(self, heads: int, shape: KVShape) -> None:
         self._heads, self._shape = heads, shape
         like = KVShape(LAYERS, shape.kv_heads, shape.head_dim, shape.dtype, shape.device)
-        self._storage = SlottedStorage(SlottedCache(1, KEYS), 1, KEYS, like)
+        self._storage = SlottedStorage(SlottedCache(2, KEYS), 2, KEYS, like)
         for layer in self._storage.rows:
             layer.normal_()
         self._reader = BlockReader.over(self._storage)
@@ -71,8 +74,9 @@ class SampleSweeps:
     def __call__(self, rows: int) -> tuple[list[float], list[float]]:
         shape = self._shape
         ways = [self._attention(rows, self._reader), self._attention(rows, None)]
-        queries = torch.randn(rows, self._heads, shape.head_dim).to(shape.dtype)
-        stored = torch.randn(rows, *shape.row).to(shape.dtype)
+        total = sum(span.size for span in spans_of(rows))
+        queries = torch.randn(total, self._heads, shape.head_dim).to(shape.dtype)
+        stored = torch.randn(total, *shape.row).to(shape.dtype)
         seconds: tuple[list[float], list[float]] = ([], [])
         with torch.inference_mode():
             for sweep in range(1 + SWEEPS):
@@ -89,7 +93,7 @@ class SampleSweeps:
             reader.most_lanes = rows * self._heads
         shape = self._shape
         plan = plan_attention(
-            [Span.at(0, KEYS - rows, rows)],
+            spans_of(rows),
             self._storage,
             num_heads=self._heads,
             num_kv_heads=shape.kv_heads,
@@ -98,3 +102,11 @@ class SampleSweeps:
             reader=reader,
         )
         return Attention(plan, self._storage, reader)
+
+
+def spans_of(rows: int) -> list[Span]:
+    """Two spans of so many rows at the end of KEYS and of three quarters of them; for the last of ROWS a whole prompt
+    of so many and one of three quarters."""
+    if rows == ROWS[-1]:
+        return [Span.at(0, 0, rows), Span.at(1, 0, rows * 3 // 4)]
+    return [Span.at(slot, end - rows, rows) for slot, end in enumerate((KEYS, KEYS * 3 // 4))]

@@ -290,6 +290,12 @@ def test_one_disturbed_measurement_does_not_decide() -> None:
     assert rows_that_pay(scripted(lambda rows: 1.5 if rows == ROWS[0] else 0.5 if rows <= 9 else 2.0)) == 9
 
 
+def test_prompts_count_more_than_each_size_of_few_rows() -> None:
+    """Compiled layers read blocks with few rows, whatever is chosen here."""
+    assert rows_that_pay(scripted(lambda rows: 0.7 if rows == ROWS[-1] else 1.25)) == ROWS[-1]
+    assert rows_that_pay(scripted(lambda rows: 0.7 if rows == ROWS[-1] else 1.6)) == 0
+
+
 def test_both_ways_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
     real = plan_attention
