@@ -13,29 +13,40 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels.cpu_code import compiled
+from engine.kernels.cpu_code import KEYS, LANES, compiled
 from engine.kernels.cpu_exponentials import NOTHING, weigh
-from engine.kernels.cpu_vectors import BLOCK, add_rows, prefetch, score_block, store_row
+from engine.kernels.cpu_vectors import BLOCK, add_rows, prefetch, score_block, score_keys, store_row
 
 TILE = 64  # keys, in whole blocks and vectors: with fewer the work that each tile brings would count
+SHARING = 6  # queries of a position that share a key, from which on whole blocks of queries are scored: a row by itself
+# fills too little of a block otherwise. It is the same for all rows of a model, since both ways round differently
 READING = 8  # scores that take as long as reading a key and its value
 
 
 @compiled
-def score(turned: Any, lanes: int, tile: Any, head: int, count: int, wide: Any, scores: Any) -> None:
-    """scores[lane, i] = query `lane` · key i, for the first lanes of the queries turned [head_dim, whole blocks], and
-    for `count` keys in whole blocks.
+def score(queries: Any, sizes: tuple[int, int, int], tile: Any, head: int, wide: Any, scores: Any) -> None:
+    """scores[lane, i] = query `lane` · key i.
 
-    tile: (rows, the numbers of its keys' rows for head 0, those of the next tile). wide [TILE, head_dim]: room for the
-    keys as the queries' numbers.
+    sizes: (number of keys, in whole blocks, of lanes, of lanes per row). queries [whole blocks, head_dim], or from
+    SHARING lanes per row on turned, [head_dim, whole blocks]. tile: (rows, the numbers of its keys' rows for head 0,
+    those of the next tile). wide [TILE, head_dim]: room for the keys as the queries' numbers.
     """
-    rows, numbers, behind = tile
-    for i in range(count):
-        prefetch(rows, behind[0, i] + head)
-        store_row(rows, numbers[0, i] + head, 0, wide, i)
-    for lane in range(0, lanes, BLOCK):
-        for i in range(0, count, BLOCK):
-            score_block(turned, lane, wide, i, scores)
+    (count, lanes, group), (rows, numbers, behind) = sizes, tile
+    if group >= SHARING:
+        for i in range(count):
+            prefetch(rows, behind[0, i] + head)
+            store_row(rows, numbers[0, i] + head, 0, wide, i)
+        for lane in range(0, lanes, BLOCK):
+            for i in range(0, count, BLOCK):
+                score_block(queries, lane, wide, i, scores)
+        return
+    passes = (lanes + LANES - 1) // LANES
+    for i in range(0, count, KEYS):
+        for n in range(i, i + KEYS):
+            prefetch(rows, behind[0, n] + head)
+        for n in range(passes):
+            lane = lanes * n // passes
+            score_keys(queries, lane, lanes * (n + 1) // passes - lane, rows, numbers, i, head, scores)
 
 
 @compiled
@@ -96,13 +107,13 @@ def attend_tile(
     """Attend with all lanes of one kv head to the keys of a tile, from place `start` on.
 
     sizes: (number of keys, of entries, of lanes, of lanes per row). rows: (firsts, lasts, paths, base), as `attend` has
-    them. lanes: (queries [head_dim, whole blocks], sums [lanes, head_dim], tops, totals [lanes]). room: (the keys wide,
-    scores [whole blocks, TILE]), as `score` has them.
+    them. lanes: (queries, sums [lanes, head_dim], tops, totals [lanes]). room: (the keys wide, scores [whole blocks,
+    TILE]), as `score` has them.
     """
     count, filled, most, group = sizes
     firsts, lasts, paths, base = rows
     (queries, sums, tops, totals), (wide, scores) = lanes, room
-    score(queries, most, tile, head[0], filled, wide, scores)
+    score(queries, (filled, most, group), tile, head[0], wide, scores)
     for lane in range(most):
         r = lane // group
         top, total = soften(scores, lane, start, count, (firsts[r], lasts[r], paths[r], base), cap, tops[lane])
@@ -210,7 +221,8 @@ def attend(
         lows[s] = firsts[begin:end].min()
         most = max(most, (end - begin) * group)
         whole += work_of(ends[s] - lows[s], (end - begin) * group) * kv_heads
-    turned = np.zeros((kv_heads, width, whole_blocks(most)), queries.dtype)
+    turned, places = group >= SHARING, whole_blocks(most)
+    q = np.zeros((kv_heads, width if turned else places, places if turned else width), queries.dtype)
     sums = np.empty((kv_heads, most, width), queries.dtype)
     tops, totals = np.empty((kv_heads, most), queries.dtype), np.empty((kv_heads, most), queries.dtype)
     before = 0
@@ -226,11 +238,12 @@ def attend(
                 query = queries[begin + lane // group, (first + n) * group + lane % group]
                 tops[n, lane], totals[n, lane] = NOTHING, number(0)
                 for x in range(width):
-                    turned[n, x, lane], sums[n, lane, x] = query[x] * number(scale), number(0)
+                    i, j = (x, lane) if turned else (lane, x)
+                    q[n, i, j], sums[n, lane, x] = query[x] * number(scale), number(0)
         of = slice(begin, first_rows[s + 1])
         seen = (firsts[of], lasts[of], paths[of], bases[s])
         bounds, heads = (lows[s], ends[s]), (first, last)
-        attend_heads(pool, tables[s], bounds, heads, group, seen, cap, (turned, sums, tops, totals))
+        attend_heads(pool, tables[s], bounds, heads, group, seen, cap, (q, sums, tops, totals))
         for n in range(last - first):
             for lane in range(count):
                 head = (first + n) * group + lane % group

@@ -49,6 +49,10 @@ compiled: Any = njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
 compiled_exactly: Any = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 
 
+# Keys that 1, 2, … queries are multiplied with at once, as many as the sums have registers. A sum waits for its last
+# addition, and memory is read faster in several places at once.
+TILES = (4, 4, 4, 4, 4, 4) if "avx512f" in features() else (4, 2, 2)
+LANES, KEYS = len(TILES), max(TILES)
 HAS_PAIRS = "avx512bf16" in features()  # whether the CPU multiplies bfloat16 numbers
 
 
@@ -158,6 +162,15 @@ def picked(builder: Any, vector: Any, places: Iterable[int], other: Any = None) 
     places = list(places)
     chosen = ir.Constant(ir.VectorType(ir.IntType(32), len(places)), places)
     return builder.shuffle_vector(vector, vector if other is None else other, chosen)
+
+
+def in_tiles(builder: Any, lane: Any, lanes: Any, key: Any, emit: Callable[[list[Any], list[Any]], None]) -> None:
+    """Emit code for each number of lanes, 1 to LANES: those behind `lane`, and KEYS keys behind `key` in groups."""
+    for count, group in enumerate(TILES, 1):
+        with builder.if_then(builder.icmp_signed("==", lanes, index(count))):
+            keys = behind(builder, key, KEYS)
+            for first in range(0, KEYS, group):
+                emit(behind(builder, lane, count), keys[first : first + group])
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:

@@ -122,8 +122,8 @@ def _emit_sums(builder: Any, kinds: tuple[Any, Any], by_row: list[Address], pane
     with cgutils.for_range_slice(builder, index(0), width, most, INDEX) as (begin, _):
         for _, part in pairs:
             builder.store(ir.Constant(part.type.pointee, None), part)
-        end, whole = builder.add(begin, most), builder.icmp_signed("<", width, builder.add(begin, most))
-        stop = builder.select(whole, width, end)
+        end = builder.add(begin, most)
+        stop = builder.select(builder.icmp_signed("<", width, end), width, end)
         with cgutils.for_range_slice(builder, begin, stop, index(how.neighbours), INDEX) as (i, _):
             first = builder.mul(i, index(PANEL))
             values = [how.read(builder, panel(builder.add(first, index(place)))) for place in places]

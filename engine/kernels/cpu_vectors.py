@@ -22,6 +22,7 @@ from engine.kernels.cpu_code import (
     behind,
     emitted,
     features,
+    in_tiles,
     index,
     load,
     multiply_add,
@@ -38,7 +39,7 @@ from engine.kernels.cpu_code import (
     zero_sum,
 )
 
-BLOCK = 16 if "avx512f" in features() else 8  # queries, and keys: the sums of a key are a register
+BLOCK = 16 if "avx512f" in features() else 8  # queries, and keys: in fp32 the sums of a key are a register
 # Sums that stay in registers while rows are added to them: lanes at once, largest first, and vectors of each.
 AT_ONCE, VECTORS = ((4, 2, 1), 4) if "avx512f" in features() else ((2, 1), 2)
 
@@ -80,6 +81,38 @@ def dot(_context: Any, a: Any, row: Any, b: Any, number: Any, products: Any) -> 
         return context.get_dummy_value()
 
     return types.void(a, types.intp, b, types.intp, products), code
+
+
+@emitted
+def score_keys(
+    _context: Any, queries: Any, lane: Any, lanes: Any, rows: Any, numbers: Any, i: Any, ahead: Any, scores: Any
+) -> Any:
+    """(queries [n, width], lane, lanes, rows [m, width], numbers [1, ..], i, ahead, scores [n, ..]): scores[lane, i]
+    becomes the dot product of queries[lane] with rows[numbers[0, i] + ahead], and so for `lanes` lanes and KEYS
+    keys."""
+
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        q, first, count, keys, all_numbers, start, more, out = arguments
+        width, number_at = (
+            width_of(context, builder, queries, q),
+            row_of(context, builder, numbers, all_numbers, index(0)),
+        )
+
+        def tile(of_lanes: list[Any], places: list[Any]) -> None:
+            chosen = [builder.add(builder.load(number_at(place)), more) for place in places]
+            by_lane, by_key = (
+                rows_of(context, builder, queries, q, of_lanes),
+                rows_of(context, builder, rows, keys, chosen),
+            )
+            made = _emit_dots(builder, (queries, rows), width, by_lane, by_key)
+            for target, values in zip(rows_of(context, builder, scores, out, of_lanes), made, strict=True):
+                store(builder, values, target(places[0]), scores.dtype.bitwidth // 8)
+
+        in_tiles(builder, first, count, start, tile)
+        return context.get_dummy_value()
+
+    given = queries, types.intp, types.intp, rows, numbers, types.intp, types.intp, scores
+    return types.void(*given), code
 
 
 @emitted

@@ -37,7 +37,7 @@ TimedSweeps = Callable[
 def rows_that_pay(timed: TimedSweeps) -> int:
     """The one of ROWS up to which reading blocks gains most over torch's attention. 0: it never pays.
 
-    All sizes up to it count together, so that one disturbed measurement does not decide.
+    All sizes up to it count together, the last one as PROMPTS, so that one disturbed measurement does not decide.
     """
     times = [timed(rows) for rows in ROWS]
     gains = [log2(LONGER * lower_quartile(theirs) / lower_quartile(ours)) for ours, theirs in times]

@@ -93,7 +93,7 @@ def coded_weight(panels: Panels, steps: Tensor, bias: Tensor | None) -> CodedWei
     added, sums = (0, panels.shape[0] - len(steps)), torch.empty(panels.shape[0], dtype=torch.int32)
     module.sum_codes(panels.numbers.numpy(), sums.numpy())
     offsets = sums * module.OFFSET
-    given = torch.zeros(len(steps)) if bias is None else bias.float()
+    given = torch.zeros(len(steps)) if bias is None else bias.detach().float()
     wide_bias, wide_steps = (F.pad(numbers, added).contiguous().numpy() for numbers in (given, steps))
     return (panels.numbers.numpy(), wide_steps, offsets.numpy()), wide_bias
 

@@ -77,6 +77,8 @@ def error(case: Case, scoring: Scoring = PLAIN) -> float:
     return (attend(case, scoring).double() - expected(case, scoring)).abs().max().item()
 
 
+SHARING = kernel.SHARING
+GROUPS = (2, SHARING + 1)  # both ways to score
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -91,18 +93,21 @@ def test_rows_chains_and_trees(dtype: torch.dtype, head_dim: int, kv_heads: int,
 @pytest.mark.parametrize("seed", range(30))
 def test_random_passes(seed: int) -> None:
     """Windows, soft caps, sinks and scales, over blocks of any size."""
-    draw = random.Random(seed)
-    scoring = random_scoring(draw, 6)
+    draw, group = random.Random(seed), 3 if seed % 2 else SHARING
+    scoring = random_scoring(draw, 2 * group)
     spans = [span for span in random_spans(draw, 200) if span.size] or [Span.at(0, 3, 1)]
-    case = make_case(spans, Heads(2, 3, 16, (4, 5, 16)[seed % 3], torch.float64), seed, scoring.window)
+    case = make_case(spans, Heads(2, group, 16, (4, 5, 16)[seed % 3], torch.float64), seed, scoring.window)
     assert error(case, scoring) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("window", [None, 1, 64, 100])
-def test_tiles_that_end_anywhere(length: int, window: int | None) -> None:
+@pytest.mark.parametrize("group", GROUPS)
+def test_tiles_that_end_anywhere(length: int, window: int | None, group: int) -> None:
     spans = [Span.at(0, length - 1, 1), Span.at(1, max(0, length - 3), min(length, 3))]
-    assert error(make_case(spans, Heads(dtype=torch.float64)), Scoring(window=window)) < TOLERANCE[torch.float64]
+    assert (
+        error(make_case(spans, Heads(2, group, dtype=torch.float64)), Scoring(window=window)) < TOLERANCE[torch.float64]
+    )
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -128,12 +133,13 @@ def test_more_scores_are_worth_more_threads() -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5, 16])
-def test_parts_of_the_work_give_the_same_bits(parts: int) -> None:
-    case = make_case(MIXED, Heads(3, 2, 64))
+@pytest.mark.parametrize("group", GROUPS)
+def test_parts_of_the_work_give_the_same_bits(parts: int, group: int) -> None:
+    case = make_case(MIXED, Heads(3, group, 64))
     whole = attend(case)
-    out, no_sinks = np.full((len(case.queries), 6, 64), np.nan, np.float32), np.zeros(0, np.float32)
-    group = group_of(case)
-    given = case.queries.numpy(), case.pool.numpy(), group.tables, group.first_rows, group.rows_within(None)
+    out, no_sinks = np.full((len(case.queries), 3 * group, 64), np.nan, np.float32), np.zeros(0, np.float32)
+    spans = group_of(case)
+    given = case.queries.numpy(), case.pool.numpy(), spans.tables, spans.first_rows, spans.rows_within(None)
     for part in reversed(range(parts)):
         before = np.isnan(out).sum()
         kernel.attend(*given, 0.125, 0.0, no_sinks, out, part, parts)
@@ -162,9 +168,10 @@ def test_threads_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, window: int | None, group: int) -> None:
     """`deterministic` rests on it: lanes are computed in the same order alone and together, and hidden keys add 0."""
-    case = make_case([Span.at(0, 61, 9), Span.at(1, 300, 4), Span.at(2, 0, 70)], Heads(2, 1, 64, 16, dtype))
+    case = make_case([Span.at(0, 61, 9), Span.at(1, 300, 4), Span.at(2, 0, 70)], Heads(2, group, 64, 16, dtype))
     scoring = Scoring(window=window)
     together, row = attend(case, scoring), 0
     for number, span in enumerate(case.spans):
@@ -174,12 +181,13 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, window: int 
             row += 1
 
 
-def test_nothing_that_a_row_does_not_see_reaches_it() -> None:
-    case = make_case(MIXED, Heads(2, 2, 64, dtype=torch.float64))
+@pytest.mark.parametrize("group", GROUPS)
+def test_nothing_that_a_row_does_not_see_reaches_it(group: int) -> None:
+    case = make_case(MIXED, Heads(2, group, 64, dtype=torch.float64))
     assert torch.equal(attend(replace(case, pool=poisoned(case))), attend(case))
     window = Scoring(window=7)
     spans = [Span.at(0, 200, 1), Span.at(1, 90, 4)]
-    case = make_case(spans, Heads(2, 2, 64, dtype=torch.float64))
+    case = make_case(spans, Heads(2, group, 64, dtype=torch.float64))
     pool = case.pool.clone()
     for table, span in zip(case.rows.tables.tolist(), spans, strict=True):
         for place in range(span.start - 6):
@@ -192,9 +200,10 @@ def test_nothing_that_a_row_does_not_see_reaches_it() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("part", ["key", "value", "query"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_not_finite_shows(dtype: torch.dtype, part: str, number: float) -> None:
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_not_finite_shows(dtype: torch.dtype, part: str, number: float, group: int) -> None:
     """The engine finds faults by scores that are not finite, so none may be lost."""
-    case = make_case([Span.at(0, 100, 1)], Heads(1, 1, 64, dtype=dtype))
+    case = make_case([Span.at(0, 100, 1)], Heads(1, group, 64, dtype=dtype))
     pool, queries = case.pool.clone(), case.queries.clone()
     if part == "query":
         queries[0, 0, 3] = number

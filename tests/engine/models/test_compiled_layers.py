@@ -225,7 +225,7 @@ def test_threads_share_a_layer(kind: str, checkpoint: Callable[[str], str], monk
 @pytest.mark.parametrize("width", [32, 40, 100, 333])
 @pytest.mark.parametrize("parts", [1, 3, 9])
 def test_the_halves_of_a_gate_may_begin_within_a_panel(width: int, parts: int) -> None:
-    """A part computes whole panels, so some channels of the other half too, or of another part."""
+    """A part computes whole panels, so some channels of the other half too."""
     generator = torch.Generator().manual_seed(width)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 24), (2 * width, 24), (2 * width,)))
     no_norm, numbers = (np.empty(0, np.float32), 0.0), np.empty((5, width), np.float32)
