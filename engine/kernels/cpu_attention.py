@@ -27,8 +27,8 @@ READING = 8  # scores that take as long as reading a key and its value
 def score(queries: Any, sizes: tuple[int, int, int], tile: Any, head: int, wide: Any, scores: Any) -> None:
     """scores[lane, i] = query `lane` · key i.
 
-    sizes: (number of keys, in whole blocks, of lanes, of lanes per row). queries [whole blocks, head_dim], or from
-    SHARING lanes per row on turned, [head_dim, whole blocks]. tile: (rows, the numbers of its keys' rows for head 0,
+    sizes: (number of keys, of lanes, of lanes per row). Scores of further keys and lanes, up to whole blocks, mean
+    nothing. queries [whole blocks, head_dim], or from SHARING lanes per row on turned, [head_dim, whole blocks]. tile: (rows, the numbers of its keys' rows for head 0,
     those of the next tile). wide [TILE, head_dim]: room for the keys as the queries' numbers.
     """
     (count, lanes, group), (rows, numbers, behind) = sizes, tile
@@ -85,9 +85,9 @@ def whole_blocks(count: int) -> int:
 
 
 @compiled
-def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: Any) -> int:
+def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: Any) -> None:
     """The numbers of the rows that hold places start … end − 1, each place being `step` rows. The last one fills the
-    rest of numbers [1, TILE]. Returns how many entries make whole blocks."""
+    rest of numbers [1, TILE], as keys come in groups."""
     count = end - start
     block, offset = start // size, start % size
     for i in range(count):
@@ -97,7 +97,6 @@ def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: A
             block, offset = block + 1, 0
     for i in range(count, TILE):
         numbers[0, i] = numbers[0, count - 1]
-    return whole_blocks(count)
 
 
 @compiled
@@ -106,14 +105,14 @@ def attend_tile(
 ) -> None:
     """Attend with all lanes of one kv head to the keys of a tile, from place `start` on.
 
-    sizes: (number of keys, of entries, of lanes, of lanes per row). rows: (firsts, lasts, paths, base), as `attend` has
+    sizes: as in `score`. rows: (firsts, lasts, paths, base), as `attend` has
     them. lanes: (queries, sums [lanes, head_dim], tops, totals [lanes]). room: (the keys wide, scores [whole blocks,
     TILE]), as `score` has them.
     """
-    count, filled, most, group = sizes
+    count, most, group = sizes
     firsts, lasts, paths, base = rows
     (queries, sums, tops, totals), (wide, scores) = lanes, room
-    score(queries, (filled, most, group), tile, head[0], wide, scores)
+    score(queries, sizes, tile, head[0], wide, scores)
     for lane in range(most):
         r = lane // group
         top, total = soften(scores, lane, start, count, (firsts[r], lasts[r], paths[r], base), cap, tops[lane])
@@ -151,16 +150,17 @@ def attend_heads(
     numbers, behind = np.zeros((1, TILE), np.intp), np.zeros((1, TILE), np.intp)
     start, high = bounds
     stop = min(start - start % TILE + TILE, high)
-    filled = find_rows(table, size, start, stop, step, numbers)
+    find_rows(table, size, start, stop, step, numbers)
     while start < high:
         after = min(stop + TILE, high)
-        next_filled = find_rows(table, size, stop, after, step, behind) if after > stop else 0
+        if after > stop:
+            find_rows(table, size, stop, after, step, behind)
         for n in range(heads[1] - heads[0]):
             of_head = (queries[n], sums[n], tops[n], totals[n])
-            sizes = (stop - start, filled, most, group)
-            attend_tile((flat, numbers, behind), start, sizes, (heads[0] + n, step // 2), rows, cap, of_head, room)
+            sizes, head = (stop - start, most, group), (heads[0] + n, step // 2)
+            attend_tile((flat, numbers, behind), start, sizes, head, rows, cap, of_head, room)
         numbers, behind = behind, numbers
-        start, stop, filled = stop, after, next_filled
+        start, stop = stop, after
 
 
 @compiled

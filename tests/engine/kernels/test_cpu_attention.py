@@ -20,7 +20,7 @@ from cache.storage import KVShape, SlottedStorage
 from engine.kernels import cpu_attention as kernel
 from engine.kernels.paged_attention import reference
 from engine.models.attention import plan_attention
-from engine.models.attention_choice import ROWS, SampleSweeps, rows_that_pay
+from engine.models.attention_choice import ROWS, SampleSweeps, rows_that_pay, spans_of
 from engine.models.compiled import compiled_module
 from engine.models.cpu_attention import BlockGroup, BlockReader
 from engine.models.pass_attention import PLAIN, Scoring
@@ -77,8 +77,7 @@ def error(case: Case, scoring: Scoring = PLAIN) -> float:
     return (attend(case, scoring).double() - expected(case, scoring)).abs().max().item()
 
 
-SHARING = kernel.SHARING
-GROUPS = (2, SHARING + 1)  # both ways to score
+GROUPS = (2, kernel.SHARING + 1)  # both ways to score
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -93,7 +92,7 @@ def test_rows_chains_and_trees(dtype: torch.dtype, head_dim: int, kv_heads: int,
 @pytest.mark.parametrize("seed", range(30))
 def test_random_passes(seed: int) -> None:
     """Windows, soft caps, sinks and scales, over blocks of any size."""
-    draw, group = random.Random(seed), 3 if seed % 2 else SHARING
+    draw, group = random.Random(seed), 3 if seed % 2 else kernel.SHARING
     scoring = random_scoring(draw, 2 * group)
     spans = [span for span in random_spans(draw, 200) if span.size] or [Span.at(0, 3, 1)]
     case = make_case(spans, Heads(2, group, 16, (4, 5, 16)[seed % 3], torch.float64), seed, scoring.window)
@@ -303,6 +302,14 @@ def test_prompts_count_more_than_each_size_of_few_rows() -> None:
     """Compiled layers read blocks with few rows, whatever is chosen here."""
     assert rows_that_pay(scripted(lambda rows: 0.7 if rows == ROWS[-1] else 1.25)) == ROWS[-1]
     assert rows_that_pay(scripted(lambda rows: 0.7 if rows == ROWS[-1] else 1.6)) == 0
+
+
+def test_the_spans_that_are_measured_differ_in_length() -> None:
+    """With spans of one length torch needs one call for all, and looks faster than it is in service."""
+    for rows in ROWS:
+        spans = spans_of(rows)
+        assert len({span.end for span in spans}) == len(spans) > 1
+        assert (spans[0].start == 0) == (rows == ROWS[-1]), "only the largest are whole prompts"
 
 
 def test_both_ways_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
