@@ -28,8 +28,9 @@ def score(queries: Any, sizes: tuple[int, int, int], tile: Any, head: int, wide:
     """scores[lane, i] = query `lane` · key i.
 
     sizes: (number of keys, of lanes, of lanes per row). Scores of further keys and lanes, up to whole blocks, mean
-    nothing. queries [whole blocks, head_dim], or from SHARING lanes per row on turned, [head_dim, whole blocks]. tile: (rows, the numbers of its keys' rows for head 0,
-    those of the next tile). wide [TILE, head_dim]: room for the keys as the queries' numbers.
+    nothing. queries [whole blocks, head_dim], or from SHARING lanes per row on turned, [head_dim, whole blocks]. tile:
+    (rows, the numbers of its keys' rows for head 0, those of the next tile). wide [TILE, head_dim]: room for the keys
+    as the queries' numbers.
     """
     (count, lanes, group), (rows, numbers, behind) = sizes, tile
     if group >= SHARING:
