@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels.cpu_code import KEYS, LANES, compiled
+from engine.kernels.cpu_code import KEYS, LANES
+from engine.kernels.cpu_compile import compiled
 from engine.kernels.cpu_exponentials import NOTHING, weigh
 from engine.kernels.cpu_vectors import BLOCK, add_rows, prefetch, score_block, score_keys, store_row
 

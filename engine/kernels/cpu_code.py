@@ -8,14 +8,12 @@ Numbers of 16 bits arrive as integers, since NumPy has no bfloat16: uint16 holds
 widened to fp32, or bfloat16 is multiplied in pairs where the CPU does that; sums are fp32.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
-from numba.core import cgutils, config
+from numba import types
+from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
@@ -30,23 +28,6 @@ def features() -> set[str]:
     """What the CPU that is compiled for can do, in LLVM's names."""
     _, _, named = cpu_target.target_context.codegen().magic_tuple()
     return {name[1:] for name in named.split(",") if name.startswith("+")}
-
-
-def _keep_by_source() -> None:
-    """Numba compiles a function anew when its own file changes. Here it also depends on the code that is emitted."""
-    folder, digest = Path(__file__).parent, hashlib.sha256()
-    for file in sorted(folder.glob("cpu_*.py")):
-        digest.update(file.read_bytes())
-    chosen = Path(config.CACHE_DIR or folder / "__pycache__")  # type: ignore[attr-defined]
-    config.CACHE_DIR = str(chosen / f"cpu-{digest.hexdigest()[:16]}")  # type: ignore[attr-defined]
-
-
-_keep_by_source()
-# With these flags sums may be taken in another order, so that they are taken in vectors. Infinities and NaN keep their
-# meaning.
-FAST = {"reassoc", "contract", "nsz", "arcp", "afn"}
-compiled: Any = njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
-compiled_exactly: Any = njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")
 
 
 # Keys that 1, 2, … queries are multiplied with at once, as many as the sums have registers. A sum waits for its last

@@ -15,7 +15,6 @@ from numba.core import cgutils
 from engine.kernels.cpu_code import (
     INDEX,
     VECTOR_BYTES,
-    compiled,
     declared,
     emitted,
     index,
@@ -26,6 +25,7 @@ from engine.kernels.cpu_code import (
     store,
     width_of,
 )
+from engine.kernels.cpu_compile import compiled
 from engine.kernels.cpu_exponentials import exponential
 from engine.kernels.cpu_reductions import largest
 

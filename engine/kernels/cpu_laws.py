@@ -13,7 +13,6 @@ from numba import types
 
 from engine.kernels.cpu_code import (
     VECTOR_BYTES,
-    compiled_exactly,
     emitted,
     load,
     row_of,
@@ -21,6 +20,7 @@ from engine.kernels.cpu_code import (
     store,
     width_of,
 )
+from engine.kernels.cpu_compile import compiled_exactly
 from engine.kernels.cpu_exponentials import exponential, exponential_less_one, logarithm
 from engine.kernels.cpu_reductions import keep_largest, largest, largest_of, sum_of
 

@@ -1,8 +1,8 @@
-"""A decoder's layer for a few rows on a CPU, compiled by Numba for the CPU that it runs on.
+"""A decoder's layer on a CPU, compiled by Numba for the CPU that it runs on.
 
 Between the products of a small model stand some twenty operations of torch, which take longer than the products. Here
 a layer is six stages, and layers of the same shapes are one call. Several threads share the stages, and meet behind
-each. What is cheap each of them does for itself.
+each. They share the channels of few rows, and then each norms all rows for itself; they share many rows.
 
 What a layer adds to the states is left to the next stage that reads them, which adds and normalises. Each stage gets
 
@@ -24,15 +24,17 @@ from numba.extending import overload
 from engine.kernels.cpu_addresses import addresses_of as addresses_of  # for those that call add_layers
 from engine.kernels.cpu_addresses import moved
 from engine.kernels.cpu_attention import attend
-from engine.kernels.cpu_code import compiled, compiled_exactly
+from engine.kernels.cpu_compile import compiled, compiled_exactly
 from engine.kernels.cpu_exponentials import exponentials
-from engine.kernels.cpu_integers import ACTIVATION, NEIGHBOURS
+from engine.kernels.cpu_integers import ACTIVATION, NEIGHBOURS, OFFSET
 from engine.kernels.cpu_meeting import ENDED as ENDED
 from engine.kernels.cpu_meeting import meet
 from engine.kernels.cpu_products import bounds, multiply_some, round_rows
 from engine.kernels.cpu_vectors import dot, store_row
 
 STAGES = 6  # of a layer
+OWN_ROWS = 64  # of each part, from which on parts share rows and not channels. Each part then reads all weights, which
+# takes less time than their arithmetic, and norms and rounds its own rows only
 LARGEST_POWER = 87.0  # exp of more is no fp32 number
 GELU_SLOPE, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715  # of the tanh approximation, as a sigmoid
 
@@ -56,7 +58,7 @@ def _product(x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
             weight, bias = given
             width = (x.shape[1] + NEIGHBOURS - 1) // NEIGHBOURS * NEIGHBOURS
             rounded, steps = np.empty((x.shape[0], width), ACTIVATION), np.empty(x.shape[0], np.float32)
-            round_rows(x, rounded, steps)
+            round_rows(x, rounded, steps, OFFSET)
             multiply_some((rounded, steps), weight, bias, first, last, out)
 
         return coded
@@ -117,7 +119,7 @@ def project(states: Any, layer: Any, inputs: Any, is_first: bool, room: Any, par
 
 @compiled_exactly
 def place(layer: Any, pool: Any, places: Any, room: Any) -> None:
-    """Normalise and rotate queries and keys, and store keys and values. One part does it.
+    """Normalise and rotate queries and keys, and store keys and values. One part does it for each row.
 
     qk_norm: (weight [heads, head_dim], floor) of the first heads of qkv; none: [0, 0]. places: (turns, positions [N],
     rows [N]): at a position turns[position] are cosine and sine for each pair of a head's first numbers; none: [0, 0].
@@ -228,24 +230,29 @@ def add_layers(
     as in `keep`. meeting: (where the parts meet, how often they have met before).
     """
     numbers, met = meeting
-    pool, places, seen = memory
-    tables, first_rows, rows = seen
+    pool, (turns, positions, stored), (tables, first_rows, rows) = memory
     first = met // STAGES  # of the run, among the pass's layers
+    begin, end, share, shares = 0, len(positions), part, parts
+    if end >= parts * OWN_ROWS:  # each part has rows of its own, and all channels of them
+        begin, end, share, shares = end * part // parts, end * (part + 1) // parts, 0, 1
+    own = states[0][begin:end], states[1][begin:end], states[2][begin:end]
+    space = room[0][begin:end], room[1][begin:end], room[2][begin:end], room[3][begin:end]
+    places, kept = (turns, positions[begin:end], stored[begin:end]), (watched[0], watched[1][begin:end])
     for n in range(len(addresses[0])):
         layer, blocks = moved(given, addresses[0], n), moved(pool, addresses[1], n)
         scale, cap, sinks = layer[10]
-        project(states, layer, inputs, first + n == 0, room, part, parts)
+        project(own, layer, inputs[begin:end], first + n == 0, space, share, shares)
         meet(numbers, met + 1, parts)
-        if part == 0:
-            place(layer, blocks, places, room)
-            keep(states[2], first + n, watched)
+        if share == 0:
+            place(layer, blocks, places, space)
+            keep(own[2], first + n, kept)
         meet(numbers, met + 2, parts)
         attend(room[1], blocks, tables, first_rows, rows, scale, cap, sinks, room[2], part, parts)
         meet(numbers, met + 3, parts)
-        write(states, layer, room, part, parts)
+        write(own, layer, space, share, shares)
         meet(numbers, met + 4, parts)
-        gate(states, layer, room, part, parts)
+        gate(own, layer, space, share, shares)
         meet(numbers, met + 5, parts)
-        shrink(states, layer, room, part, parts)
+        shrink(own, layer, space, share, shares)
         met += STAGES
         meet(numbers, met, parts)

@@ -8,7 +8,8 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from engine.kernels.cpu_code import compiled_exactly, declared, emitted, index, row_of
+from engine.kernels.cpu_code import declared, emitted, index, row_of
+from engine.kernels.cpu_compile import compiled_exactly
 
 COUNT, ENDED = 0, 1  # places of a meeting's numbers, int64 [1, 2]: arrivals so far; not 0: nobody waits any more
 TRIES = 2000  # looks, some µs, before a thread gives its CPU away: another one may need it

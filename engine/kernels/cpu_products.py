@@ -14,8 +14,11 @@ import numpy as np
 from numba import typeof, types
 from numba.extending import overload
 
-from engine.kernels.cpu_code import HAS_PAIRS, compiled_exactly
-from engine.kernels.cpu_integers import ACTIVATION, NEIGHBOURS, OFFSET
+from engine.kernels.cpu_code import HAS_PAIRS
+from engine.kernels.cpu_compile import compiled_exactly
+from engine.kernels.cpu_integers import ACTIVATION as ACTIVATION  # of the codes and offsets that callers give
+from engine.kernels.cpu_integers import NEIGHBOURS
+from engine.kernels.cpu_integers import OFFSET as OFFSET
 from engine.kernels.cpu_panels import PANEL, ROWS, multiply_panel, neighbours_of
 from engine.kernels.cpu_vectors import store_row
 
@@ -86,9 +89,9 @@ def multiply(x: Any, weight: Any, bias: Any, out: Any, part: int, parts: int) ->
 
 
 @compiled_exactly
-def round_rows(x: Any, codes: Any, steps: Any) -> None:
-    """x fp32 [rows, inner] ≈ (codes − OFFSET) · steps fp32 [rows], for codes [rows, width] of type ACTIVATION. The
-    largest of a row becomes ±127.
+def round_rows(x: Any, codes: Any, steps: Any, offset: Any) -> None:
+    """x fp32 [rows, inner] ≈ (codes − offset) · steps fp32 [rows]. codes: [rows, width ≥ inner], of type ACTIVATION
+    with OFFSET, or int8 with 0. The largest of a row becomes ±127.
 
     A row that is not finite gets a step that is not finite: its bits are compared as integers, so NaN is the largest.
     """
@@ -101,8 +104,8 @@ def round_rows(x: Any, codes: Any, steps: Any) -> None:
         step = LEAST_STEP + largest.view(np.float32)[0] * PER_LARGEST
         steps[row] = step
         for i in range(x.shape[1]):
-            codes[row, i] = ACTIVATION(np.int32(np.rint(x[row, i] / step)) + OFFSET)
-        codes[row, x.shape[1] :] = OFFSET
+            codes[row, i] = np.int32(np.rint(x[row, i] / step)) + np.int32(offset)
+        codes[row, x.shape[1] :] = offset
 
 
 @compiled_exactly

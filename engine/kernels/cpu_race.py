@@ -16,7 +16,6 @@ from numba.core import cgutils
 from engine.kernels.cpu_code import (
     INDEX,
     VECTOR_BYTES,
-    compiled_exactly,
     emitted,
     index,
     load,
@@ -28,6 +27,7 @@ from engine.kernels.cpu_code import (
     totals_of,
     width_of,
 )
+from engine.kernels.cpu_compile import compiled_exactly
 from engine.kernels.cpu_exponentials import logarithm
 from engine.kernels.cpu_reductions import keep_largest, larger, largest_of
 from engine.sampling.hashing import GOLDEN, MASK, STEPS

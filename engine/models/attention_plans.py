@@ -1,5 +1,6 @@
 """Plans the attention of one model's passes: over blocks by one operation on a GPU, by spans on a CPU."""
 
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -10,6 +11,7 @@ from engine.models.attention import Attention, plan_attention
 from engine.models.attention_choice import measured_lanes
 from engine.models.cpu_attention import BlockReader
 from engine.models.decoder import DecoderConfig
+from engine.models.linear import BUCKETS
 from engine.models.paged_attention import PagedAttention, PagedPlan
 from engine.models.spans import Span
 
@@ -51,7 +53,9 @@ class AttentionPlans:
         if planned is not None:
             assert self._paged is not None
             return PagedAttention(planned, self._paged)
-        config, shape = self._config, self._shape
+        config, shape, few_rows = self._config, self._shape, self._few_rows()
+        if self.reader is not None and self.reader.most_lanes < sys.maxsize:  # torch is faster for prompts
+            few_rows = min(few_rows, BUCKETS[-1])
         plan = plan_attention(
             spans,
             self._storage,
@@ -61,6 +65,6 @@ class AttentionPlans:
             device=shape.device,
             separate_to=self.separate_to,
             reader=self.reader,
-            few_rows=self._few_rows(),
+            few_rows=few_rows,
         )
         return Attention(plan, self._storage, self.reader)

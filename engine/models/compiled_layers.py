@@ -1,5 +1,7 @@
-"""A decoder's layers for passes of few rows on a CPU, compiled for it (engine/kernels/cpu_layers.py)."""
+"""A decoder's layers on a CPU, compiled for it (engine/kernels/cpu_layers.py), for passes of few rows, or of any number
+where compiled code is the fastest for all."""
 
+import sys
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -72,7 +74,7 @@ class CompiledLayers:
         return min(_compiled_to(product.choice) for layer in self._layers for product in products_of(layer))
 
     def can_compute(self, x: Tensor, attention: PassAttention) -> bool:
-        """Whether a pass over the states x [N, hidden] is one of few rows."""
+        """Whether compiled code computes a pass over the states x [N, hidden]."""
         rows = x.shape[0]
         return 0 < rows <= self.block_rows and isinstance(attention, Attention) and attention.by_blocks is not None
 
@@ -241,7 +243,9 @@ def _is_known(layer: Layer) -> bool:
 
 
 def _compiled_to(choice: Seq[str]) -> int:
-    """The largest number of rows up to which a choice is compiled code."""
+    """The largest number of rows up to which a choice is compiled code. The last bucket holds all larger numbers."""
     forms = [*choice, *[choice[-1]] * (len(BUCKETS) - len(choice))]
+    if all(form in COMPILED for form in forms):
+        return sys.maxsize
     ends = [limit for limit, form in zip(BUCKETS, forms, strict=True) if form in COMPILED]
     return max((limit for i, limit in enumerate(ends) if limit == BUCKETS[i]), default=0)

@@ -110,7 +110,7 @@ def compiled_int8_product(panels: Panels, steps: Tensor, bias: Tensor | None) ->
     def product(x: Tensor) -> Tensor:
         wide, rows = x.float().contiguous(), x.shape[0]
         rounded, row_steps = np.empty((rows, width), module.ACTIVATION), np.empty(rows, np.float32)
-        module.round_rows(wide.numpy(), rounded, row_steps)
+        module.round_rows(wide.numpy(), rounded, row_steps, module.OFFSET)
         out, work = torch.empty(rows, given), num_bytes * -(-rows // most)
         in_parts(module.multiply, work, (rounded, row_steps), weight, wide_bias, out.numpy())
         return (out if given == channels else out[:, :channels]).to(x.dtype)

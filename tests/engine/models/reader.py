@@ -1,5 +1,6 @@
 """Feeds texts to a Runner in any manner and compares every row of logits with expected ones."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ from engine.models.compiled_layers import CompiledLayers, products_of
 from engine.models.compiled_products import panels_of
 from engine.models.decoder import Decoder, LanguageModel
 from engine.models.feeds import Feed
-from engine.models.linear import BUCKETS, COMPILED, Linear
+from engine.models.linear import COMPILED, Linear
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.runner import Runner
 from engine.models.spans import Span
@@ -37,7 +38,7 @@ def all_compiled(decoder: Decoder) -> Decoder:
     assert few_rows is not None
     for product in chain.from_iterable(map(products_of, decoder.layers)):
         in_panels(product)
-    few_rows.block_rows = BUCKETS[-1]
+    few_rows.block_rows = sys.maxsize
     return replace(decoder, few_rows=few_rows)
 
 

@@ -1,5 +1,6 @@
 """Layers that are compiled for a CPU give what the layers of torch give, in every family that they know."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, cycle
@@ -171,6 +172,8 @@ NEAR = {
 def logits_of(decoder: Decoder, passes: Sequence[dict[int, int]]) -> dict[int, Tensor]:
     """Logits of each sequence's rows, fed in these passes."""
     runner, rows = Runner(decoder, kv_layout(SLOTS, LENGTH), CPU), dict[int, list[Tensor]]()
+    if (blocks := runner.attention_plans.reader) is not None:
+        blocks.most_lanes = sys.maxsize
     sequences = [make_sequence(slot, text) for slot, text in enumerate(TEXTS)]
     with torch.inference_mode():
         for counts in passes:
@@ -181,7 +184,11 @@ def logits_of(decoder: Decoder, passes: Sequence[dict[int, int]]) -> dict[int, T
 
 
 PASSES = ({0: 9}, {1: 4, 2: 1}, {0: 1, 1: 1, 2: 6}, {0: 5, 1: 1, 2: 1})
-ALONE = tuple({slot: 1} for counts in PASSES for slot, count in counts.items() for _ in range(count))
+PROMPTS = ({0: 60, 1: 47, 2: 51, 3: 40, 4: 9}, {0: 1, 1: 1})  # so many rows that three threads have their own
+
+
+def one_by_one(passes: Sequence[dict[int, int]]) -> Sequence[dict[int, int]]:
+    return [{slot: 1} for counts in passes for slot, count in counts.items() for _ in range(count)]
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -198,17 +205,26 @@ def test_every_number_type_is_near_what_torch_gives(
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_row_has_the_same_bits_in_any_company(kind: str, checkpoint: Callable[[str], str]) -> None:
+def test_a_row_has_the_same_bits_in_any_company(
+    kind: str, checkpoint: Callable[[str], str], counted: list[int]
+) -> None:
     """The head's product is compiled too; the final norm is torch's."""
     decoder = make(checkpoint("qwen3 with biases and windows"), *KINDS[kind])
-    together, alone = logits_of(decoder, PASSES), logits_of(decoder, ALONE)
-    assert all(torch.equal(together[slot], alone[slot]) for slot in together)
+    for passes in (PASSES, PROMPTS):
+        counted.clear()
+        together, alone = logits_of(decoder, passes), logits_of(decoder, one_by_one(passes))
+        assert counted[: len(passes)] == [sum(counts.values()) for counts in passes]
+        assert all(torch.equal(together[slot], alone[slot]) for slot in together)
 
 
+@pytest.mark.parametrize("passes", [PASSES, PROMPTS], ids=["channels", "rows"])
 @pytest.mark.parametrize("kind", TYPES)
-def test_threads_share_a_layer(kind: str, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_a_layer(
+    kind: str, passes: Sequence[dict[int, int]], checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sum(PASSES[-1].values()) < 3 * cpu_layers.OWN_ROWS <= sum(PROMPTS[0].values())
     decoder = make(checkpoint("gemma2" if kind == "float32" else "qwen3 with biases and windows"), *KINDS[kind])
-    alone, real, parts = logits_of(decoder, PASSES), cpu_layers.add_layers, set[object]()
+    alone, real, parts = logits_of(decoder, passes), cpu_layers.add_layers, set[object]()
 
     def add_layers(*given: Any) -> None:
         parts.add(given[-2:])
@@ -217,7 +233,7 @@ def test_threads_share_a_layer(kind: str, checkpoint: Callable[[str], str], monk
     monkeypatch.setattr(cpu_layers, "add_layers", add_layers)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(compiled_code, "PART_BYTES", 1)
-    shared = logits_of(decoder, PASSES)
+    shared = logits_of(decoder, passes)
     assert parts == {(0, 3), (1, 3), (2, 3)}
     assert all(torch.equal(shared[slot], alone[slot]) for slot in alone)
 
@@ -335,7 +351,7 @@ def test_a_pass_that_torch_attends_is_not_compiled(checkpoint: Callable[[str], s
 
 
 @pytest.mark.parametrize(
-    ("choices", "rows"), [((9, 9), BUCKETS[-1]), ((3, 9), 3), ((0, 9), 0), ((9, 1), 1), ((8, 8), 40)]
+    ("choices", "rows"), [((9, 9), sys.maxsize), ((3, 9), 3), ((0, 9), 0), ((9, 1), 1), ((8, 8), 40)]
 )
 def test_as_many_rows_as_all_products_are_compiled_for(
     choices: tuple[int, int], rows: int, checkpoint: Callable[[str], str]
@@ -348,7 +364,7 @@ def test_as_many_rows_as_all_products_are_compiled_for(
         for product, count in [(first, choices[0]), *((product, choices[1]) for product in others)]:
             patched.setattr(product, "choice", ("compiled",) * count + ("packed",) * (len(BUCKETS) - count))
         assert few_rows.block_rows == rows
-        if rows == BUCKETS[-1]:  # products of one form have it for all rows
+        if rows == sys.maxsize:  # products of one form have it for all rows
             del few_rows.block_rows
             for product in (first, *others):
                 patched.setattr(product, "choice", ("compiled_int8",))

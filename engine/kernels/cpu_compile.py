@@ -1,0 +1,67 @@
+"""Compiles functions for this CPU, and keeps the code for later processes.
+
+Several processes need the same code when they start together: replicas, or the workers of a test. One of them compiles
+a function, and the others wait for its code. Otherwise each would compile all of it, and take the others' time.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from numba import njit
+from numba.core import config
+from numba.core.compiler_lock import global_compiler_lock
+
+Function = Callable[..., Any]
+# With these flags sums may be taken in another order, so that they are taken in vectors. Infinities and NaN keep their
+# meaning.
+FAST = {"reassoc", "contract", "nsz", "arcp", "afn"}
+
+
+def _folder() -> Path:
+    """Where compiled code is kept. Numba compiles a function anew when its own file changes. Here it also depends on
+    the code that is emitted, so each version of these files has a folder."""
+    files, digest = Path(__file__).parent, hashlib.sha256()
+    for file in sorted(files.glob("cpu_*.py")):
+        digest.update(file.read_bytes())
+    chosen = Path(config.CACHE_DIR or files / "__pycache__")  # type: ignore[attr-defined]
+    return chosen / f"cpu-{digest.hexdigest()[:16]}"
+
+
+FOLDER = _folder()
+config.CACHE_DIR = str(FOLDER)  # type: ignore[attr-defined]
+
+
+def compiled(function: Function) -> Any:
+    """The function as compiled code, for arguments of any types. It adds numbers in any order."""
+    return _shared(njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")(function))
+
+
+def compiled_exactly(function: Function) -> Any:
+    """As `compiled`, but it adds numbers in the order that is written."""
+    return _shared(njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")(function))
+
+
+def _shared(dispatcher: Any) -> Any:
+    compile_here, function = dispatcher.compile, dispatcher.py_func
+
+    def compile_once(signature: Any) -> Any:
+        with global_compiler_lock, _by_one_process(f"{function.__module__}.{function.__qualname__} {signature}"):
+            return compile_here(signature)
+
+    dispatcher.compile = compile_once
+    return dispatcher
+
+
+@contextmanager
+def _by_one_process(what: str) -> Iterator[None]:
+    """Wait while another process compiles the same. Whoever holds this lock compiles, so it holds Numba's lock, and
+    waits only for what the function calls: nobody waits in a circle."""
+    with ExitStack() as held:
+        with suppress(OSError):  # nothing can be written there: Numba looks for another folder by itself
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(FOLDER / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.lock"))
+        yield
