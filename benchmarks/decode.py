@@ -10,11 +10,12 @@ chunks, so that most steps only decode. Outputs have from half to one and a half
 end all at once. Every variant first has one uncounted turn. As in a server, each variant keeps what it has learned of
 acceptance and cost from its own rounds.
 
-First table, up to the last step of a full batch, with prefill and for decode steps alone: tokens per second; their
-ratio to `off` and to the best fixed k of that batch size (off is k = 0). Ratios are medians of the ratios within turns,
-with 95 % intervals. Turns are resampled, which needs about 20 of them. The best fixed k is chosen on other turns than
-those compared, see compare.py; `best k` is the choice for even and for odd repeats. `off again` is `off` measured
-twice: its difference from 1 is noise.
+First table, of full batches, with prefill and for decode steps alone: tokens per second; their ratio to `off` and to
+the best fixed k of that batch size (off is k = 0). Once a request has ended and none takes its place, what is left to
+emit counts at the speed of decode steps. Ratios are medians of the ratios within turns, with 95 % intervals. Turns are
+resampled, which needs about 20 of them. The best fixed k is chosen on other turns than those compared, see compare.py;
+`best k` is the choice for even and for odd repeats. `off again` is `off` measured twice: its difference from 1 is
+noise.
 Second table: geometric means over the batch sizes, the lowest ratio, and the lowest lower bound.
 Third table: α of reached drafts; tokens per sequence and round; milliseconds per draft step and per target forward;
 overhead, the wall time of a step over that of its forwards; the decode speedup predicted from α and the two times;

@@ -50,15 +50,18 @@ class Run:
 
     @property
     def busy_tokens_per_s(self) -> float:
-        """Emitted tokens per second, with prefill, up to the last step with the fullest batch.
+        """Emitted tokens per second, with prefill, as if the batch stayed full to the end.
 
-        After it requests end and none takes their places, so that batches get smaller than the size to be measured.
-        Only for a Run of a single call.
+        After the last step with the fullest batch requests end and none takes their places. All prompts have been read
+        then, and what is left to emit counts at the speed of decode steps. Otherwise a run would look slow that has
+        more left to emit. Only for a Run of a single call.
         """
         full = max(step.sequences for step in self.steps)
         last = max(i for i, step in enumerate(self.steps) if step.sequences == full)
-        window = self.steps[: last + 1]
-        return sum(step.emitted for step in window) / sum(step.step_us for step in window) * 1e6
+        seconds = sum(step.step_us for step in self.steps[: last + 1]) / 1e6
+        if left := sum(step.emitted for step in self.steps[last + 1 :]):
+            seconds += left / self.decode_tokens_per_s
+        return sum(step.emitted for step in self.steps) / seconds
 
     @property
     def alpha(self) -> float | None:

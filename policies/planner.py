@@ -69,7 +69,8 @@ def _work(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool) -
 
 
 def seconds(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool = True) -> float:
-    """Seconds of the round. amortised: a gap costs the share of the tokens for which it is read that are emitted."""
+    """Seconds of the round. amortised: reading a gap is spread over the tokens that are left, and the round bears the
+    share of those that it emits."""
     return float(observation.cost.seconds(*_work(observation, ks, shapes, amortised), branched=any(shapes)))
 
 
@@ -177,8 +178,10 @@ def _ranking(observation: Observation, goodput: float, table: Ints) -> Ints:
     value = observation.values[np.arange(len(limits))[:, None], table]
     possible = nodes.depths[table] < limits[:, None]
     possible &= (value > 0) | (nodes.branched[table] == 0)
-    shares = observation.behind[:, None] * (1 / np.maximum(limits, 1)[:, None] + value)
-    loss = goodput * observation.cost.token_s * np.where(observation.gaps[:, None] > 0, 1 + shares, 0.0) - value
+    token = np.where(observation.gaps > 0, goodput * observation.cost.token_s, 0.0)  # what the seconds would bring
+    behind, parts = token * observation.behind, 1 + observation.behind / np.maximum(limits, 1)
+    # A gap that costs more than all of its tokens bring must not put later drafts before earlier ones.
+    loss = (token * parts)[:, None] - np.maximum(1 - behind, 0)[:, None] * value
     places = np.flatnonzero(possible)
     return places[loss.ravel()[places].argsort(kind="stable")]
 

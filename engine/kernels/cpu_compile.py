@@ -15,6 +15,7 @@ from numba import njit
 from numba.core import config
 from numba.core.compiler_lock import global_compiler_lock
 
+LONGEST_S = 300.0  # of waiting for another process; it may hang
 Function = Callable[..., Any]
 # With these flags sums may be taken in another order, so that they are taken in vectors. Infinities and NaN keep their
 # meaning.
@@ -61,7 +62,8 @@ def _by_one_process(what: str) -> Iterator[None]:
     """Wait while another process compiles the same. Whoever holds this lock compiles, so it holds Numba's lock, and
     waits only for what the function calls: nobody waits in a circle."""
     with ExitStack() as held:
-        with suppress(OSError):  # nothing can be written there: Numba looks for another folder by itself
+        with suppress(OSError):  # where nothing can be written, Numba looks for another folder by itself
             FOLDER.mkdir(parents=True, exist_ok=True)
-            held.enter_context(FileLock(FOLDER / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.lock"))
+            file = FOLDER / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.lock"
+            held.enter_context(FileLock(file, timeout=LONGEST_S))  # a TimeoutError is an OSError
         yield

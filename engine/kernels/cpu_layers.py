@@ -2,7 +2,8 @@
 
 Between the products of a small model stand some twenty operations of torch, which take longer than the products. Here
 a layer is six stages, and layers of the same shapes are one call. Several threads share the stages, and meet behind
-each. They share the channels of few rows, and then each norms all rows for itself; they share many rows.
+each. With few rows each thread computes some of the channels, and norms all rows for itself. With many rows each takes
+some of the rows.
 
 What a layer adds to the states is left to the next stage that reads them, which adds and normalises. Each stage gets
 
@@ -29,6 +30,7 @@ from engine.kernels.cpu_exponentials import exponentials
 from engine.kernels.cpu_integers import ACTIVATION, NEIGHBOURS, OFFSET
 from engine.kernels.cpu_meeting import ENDED as ENDED
 from engine.kernels.cpu_meeting import meet
+from engine.kernels.cpu_panels import ROWS as ROWS
 from engine.kernels.cpu_products import bounds, multiply_some, round_rows
 from engine.kernels.cpu_vectors import dot, store_row
 

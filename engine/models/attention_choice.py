@@ -34,24 +34,27 @@ TimedSweeps = Callable[
 ]  # rows → seconds of sweeps that read blocks, and of torch
 
 
-def rows_that_pay(timed: TimedSweeps) -> int:
+def rows_that_pay(timed: TimedSweeps, few_rows: int = 0) -> int:
     """The one of ROWS up to which reading blocks gains most over torch's attention. 0: it never pays.
 
     All sizes up to it count together, the last one as PROMPTS, so that one disturbed measurement does not decide.
+    few_rows: shorter passes read blocks anyway, so only larger sizes count, and always the last.
     """
-    times = [timed(rows) for rows in ROWS]
+    sizes = [rows for rows in ROWS[:-1] if rows > few_rows] + [ROWS[-1]]
+    times = [timed(rows) for rows in sizes]
     gains = [log2(LONGER * lower_quartile(theirs) / lower_quartile(ours)) for ours, theirs in times]
     gains[-1] *= PROMPTS
     together = [0.0, *accumulate(gains)]
-    return (0, *ROWS)[together.index(max(together))]
+    return (0, *sizes)[together.index(max(together))]
 
 
 @cache
-def measured_lanes(heads: int, shape: KVShape) -> int:
+def measured_lanes(heads: int, shape: KVShape, few_rows: int = 0) -> int:
     """BlockReader.most_lanes for a model with so many query heads, on this machine with its number of threads. Where
-    reading blocks pays up to the last of ROWS, it does for longer spans too, because they are computed in pieces."""
+    reading blocks pays up to the last of ROWS, it does for longer spans too, because they are computed in pieces.
+    few_rows: as in rows_that_pay."""
     group = heads // shape.kv_heads
-    rows = rows_that_pay(SampleSweeps(heads, shape))
+    rows = rows_that_pay(SampleSweeps(heads, shape), few_rows)
     if rows == ROWS[-1]:
         log.info("attention reads blocks")
         return sys.maxsize

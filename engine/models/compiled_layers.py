@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.models.attention import Attention
-from engine.models.compiled import as_stored, compiled_module, together, type_of_sums
+from engine.models.compiled import as_stored, compiled_module, counted_memory, parts_of, together, type_of_sums
 from engine.models.compiled_products import LEAST_CHANNELS, Panels, coded_weight, wide_bias_of
 from engine.models.cpu_attention import scoring_numbers
 from engine.models.decoder import DecoderConfig, WatchedStates
@@ -91,26 +91,31 @@ class CompiledLayers:
         assert attention.by_blocks is not None
         reader, group = attention.by_blocks
         states = x if x.dtype == self._wide else x.to(self._wide)
-        arrays = states.numpy(), np.zeros(states.shape, self._number), np.empty(states.shape, self._number)
+        arrays = states.numpy(), torch.zeros_like(states).numpy(), torch.empty_like(states).numpy()
         given = self._nothing if inputs is None else inputs.to(self._wide).contiguous().numpy()
         positions, rows = attention.positions.numpy(), attention.plan.cache_rows.numpy()
         layers = np.array([] if watched is None else watched.layers, np.int64)
-        table = np.empty((len(rows), len(layers) * x.shape[1]), self._number)
+        table = torch.empty(len(rows), len(layers) * x.shape[1], dtype=self._wide)
         calls = []
         for run in self._runs:
             first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
             memory = reader.blocks(first), (run.turns, positions, rows), reader.seen(group, run.window)
-            calls.append((arrays, run.given, addresses, given, memory, (layers, table)))
-        self._compute(calls, self._room(x.shape[0]), reader.read_bytes(group))
+            calls.append((arrays, run.given, addresses, given, memory, (layers, table.numpy())))
+        self._compute(calls, self._room(x.shape[0]), self._work(x.shape[0], reader.read_bytes(group)))
         self._kernel.join(arrays[0], arrays[1], self._last_norm, self._factor, arrays[0])
         if states is not x:
             x.copy_(states)
         if watched is not None and len(layers):
-            watched.take(torch.from_numpy(table).to(x.dtype))
+            watched.take(table.to(x.dtype))
 
-    def _compute(self, calls: Seq[tuple[Any, ...]], room: tuple[Any, ...], seen_bytes: int) -> None:
-        """seen_bytes: of a layer's keys and values."""
+    def _work(self, rows: int, seen_bytes: int) -> int:
+        """Bytes that a layer reads, as in_parts counts them: its weights for each tile of rows, or its keys and values.
+        Threads meet six times in a layer, so this must be worth them."""
+        return max(self.layer_bytes * -(-rows // self._kernel.ROWS), seen_bytes)
+
+    def _compute(self, calls: Seq[tuple[Any, ...]], room: tuple[Any, ...], work: int) -> None:
         numbers = np.zeros((1, 2), np.int64)
+        counted = counted_memory(self._kernel_bytes(len(room[0]), parts_of(work)))
 
         def compute(part: int, parts: int) -> None:
             try:
@@ -122,11 +127,12 @@ class CompiledLayers:
                 numbers[0, self._kernel.ENDED] = 1
                 raise
 
-        try:  # threads meet six times in a layer, so what a layer reads must be worth them
-            together(compute, max(self._read_bytes, seen_bytes))
+        try:
+            together(compute, work)
         except BaseException:
             numbers[0, self._kernel.ENDED] = 1  # a thread may not have started at all
             raise
+        del counted
 
     @cached_property
     def _runs(self) -> list[LayerRun]:
@@ -160,10 +166,6 @@ class CompiledLayers:
         return self._norm(self._layers[-1].after_mlp)
 
     @cached_property
-    def _read_bytes(self) -> int:
-        return self.layer_bytes
-
-    @property
     def layer_bytes(self) -> int:
         """A layer's products take so many bytes in one form."""
         return sum(p.num_bytes // max(1, len(p.forms)) for p in products_of(self._layers[0]))
@@ -176,7 +178,17 @@ class CompiledLayers:
     def _room(self, rows: int) -> tuple[Any, ...]:
         """See the kernel."""
         (qkv, gate_up), heads = self._widths, (rows, self._heads, self._head_dim)
-        return tuple(np.empty(shape, self._number) for shape in ((rows, qkv), heads, heads, (rows, gate_up // 2)))
+        shapes = (rows, qkv), heads, heads, (rows, gate_up // 2)
+        return tuple(torch.empty(shape, dtype=self._wide).numpy() for shape in shapes)
+
+    def _kernel_bytes(self, rows: int, parts: int) -> int:
+        """What the parts allocate by themselves at most: normed states, inputs of a product in its own numbers, and
+        gate and up. Parts that share channels norm all rows each."""
+        products = products_of(self._layers[0])
+        normed = 1 if rows >= parts * self._kernel.OWN_ROWS else parts
+        hidden, widest = products[-1].shape[0], max(product.shape[1] for product in products)
+        each = normed * (2 * hidden + widest) + self._widths[1]
+        return rows * each * self._number.itemsize
 
     def _of(self, layer: Layer, joining: Norm) -> KernelLayer:
         assert isinstance(layer.mlp, GatedMLP)

@@ -92,7 +92,7 @@ class LanguageModel(Protocol):
 
 
 class LayersOfFewRows(Protocol):
-    """A decoder's layers in a form for passes of few rows."""
+    """A decoder's layers in a form for passes of few rows, or of as many as it is fastest for."""
 
     @property
     def block_rows(self) -> int:
@@ -100,7 +100,7 @@ class LayersOfFewRows(Protocol):
         ...
 
     def can_compute(self, x: Tensor, attention: PassAttention) -> bool:
-        """Whether a pass over the states x [N, hidden] is one of few rows."""
+        """Whether these layers compute a pass over the states x [N, hidden]."""
         ...
 
     def add_layers(
@@ -155,7 +155,7 @@ class Decoder:
     norm: Norm
     head: Product  # hidden → vocab
     rotations: tuple[Tensor, ...]  # complex [max_len, 1, rotary_dim / 2]: e^(i·position·frequency)
-    few_rows: LayersOfFewRows | None = None  # the layers for passes of few rows; None: as for any other pass
+    few_rows: LayersOfFewRows | None = None  # the layers in another form, for the passes that it can compute
 
     @property
     def dtype(self) -> torch.dtype:

@@ -43,8 +43,8 @@ FormChoice = Sequence[ProductForm]  # a form for each bucket
 
 
 class LayerGain(NamedTuple):
-    """What a compiled layer gains beside its products' own time. The last bucket also holds passes of more rows, which
-    are not compiled layers."""
+    """What a compiled layer gains beside its products' own time. The last bucket holds prompts, beside whose arithmetic
+    nothing else counts, and its products are timed with all threads."""
 
     saved_s: tuple[float, ...]  # seconds around each product, for each of BUCKETS
     threads: tuple[float, ...]  # threads that share a layer make it faster by this factor, for each of BUCKETS

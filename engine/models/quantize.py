@@ -128,7 +128,7 @@ def quantise_weight(weight: Tensor | Sliced) -> CodedWeight:
     module = compiled_module("cpu_products") if weight.device.type == "cpu" else None
     for part, wide in wide_slices(weight):
         if module is not None:  # one pass in place of six
-            module.round_rows(wide.contiguous().numpy(), integers[part].numpy(), steps[part, 0].numpy(), 0)
+            module.round_rows(wide.detach().contiguous().numpy(), integers[part].numpy(), steps[part, 0].numpy(), 0)
             continue
         steps[part] = _steps(wide, LARGEST)
         integers[part] = (wide / steps[part]).round_()

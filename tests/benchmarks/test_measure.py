@@ -59,12 +59,23 @@ def test_run_derives_its_figures_from_settled_decode_steps() -> None:
     assert run.decode_tokens_per_s == pytest.approx(12 / 3300e-6)
 
 
-def test_busy_tokens_per_s_leaves_out_the_tail() -> None:
-    """In which some have finished and nobody takes their places; not the gap before in which somebody was late."""
+def test_busy_tokens_per_s_goes_on_as_a_full_batch() -> None:
+    """The tail counts at the speed of full batches, in which some have finished and nobody takes their places; not the
+    gap before in which somebody was late."""
     steps = [round_step(0, 0, 900, 1000, sequences=n) for n in (1, 4, 3, 4, 2, 1)]
     run = Run(1.0, [[1]], [record([0], [0], [1])], steps)
     emitted = [step.emitted for step in steps]
-    assert run.busy_tokens_per_s == pytest.approx(sum(emitted[:4]) / 4000e-6)
+    full = (emitted[1] + emitted[3]) / 2000e-6  # tokens per second
+    assert run.busy_tokens_per_s == pytest.approx(sum(emitted) / (4000e-6 + sum(emitted[4:]) / full))
+
+
+def test_what_is_left_at_the_end_makes_no_run_slower() -> None:
+    """Both read a prompt in 5 ms and emit 4 tokens in a ms, one until its last request ends, the other not."""
+    prompts = round_step(0, 0, 900, 5000, sequences=4, prefill_tokens=9)
+    full, tail = (round_step(0, 0, 900, 1000, sequences=n) for n in (4, 1))
+    whole, early = (Run(1.0, [[1]], [record([0], [0], [1])], [prompts, *[full] * n, *[tail] * (9 - n)]) for n in (9, 5))
+    assert full.emitted == tail.emitted
+    assert early.busy_tokens_per_s == pytest.approx(whole.busy_tokens_per_s)
 
 
 def test_tokens_per_s_counts_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,10 +222,21 @@ def test_drafts_end_as_the_batch_grows() -> None:
     assert means[-1] == 0
 
 
-def test_a_gap_is_read_where_enough_rounds_follow() -> None:
+def test_a_gap_is_read_where_enough_tokens_follow() -> None:
     gaps = np.array([2_000])
     assert plan(observe([0.8], gaps=gaps, horizon=np.array([1]))).ks.tolist() == [0]
     assert plan(observe([0.8], gaps=gaps, horizon=np.array([100]))).ks[0] >= 4
+
+
+def test_no_gap_puts_later_drafts_before_earlier_ones() -> None:
+    """Even one that costs more than its tokens bring, where a longer pass may be the shorter one."""
+    random = np.random.default_rng(5)
+    for _ in range(1_000):
+        observation = instance(random, lambda batch: random.integers(100, 3_000, batch))
+        observation = replace(observation, cost=replace(observation.cost, token_s=0.05))
+        found, least = plan(observation), evaluate(observation, np.maximum(observation.fixed, 0), observation.trees)
+        assert found.goodput == pytest.approx(evaluate(observation, found.ks, found.shapes).goodput)
+        assert found.goodput >= least.goodput
 
 
 def test_only_fixed_drafts_where_nothing_is_to_decide() -> None:

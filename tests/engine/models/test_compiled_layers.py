@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain, cycle
 from pathlib import Path
 from time import sleep
@@ -16,6 +17,7 @@ from torch.nn.functional import silu
 
 import engine.models.compiled as compiled_code
 from engine.kernels import cpu_layers
+from engine.memory.budget import measure_activations
 from engine.models import between_products, compiled_layers
 from engine.models.between_products import compile_layers, tell_gains
 from engine.models.compiled_layers import CompiledLayers, products_of
@@ -238,6 +240,35 @@ def test_threads_share_a_layer(
     assert all(torch.equal(shared[slot], alone[slot]) for slot in alone)
 
 
+@pytest.mark.parametrize(("passes", "by_rows"), [(PASSES, False), (PROMPTS, True)], ids=["few", "many"])
+def test_two_threads_share_channels_of_few_rows_and_many_rows(
+    passes: Sequence[dict[int, int]], by_rows: bool, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two parts runs by itself: what the other would write stays as it was."""
+    decoder, real = make(checkpoint("llama"), *KINDS["float32"]), cpu_layers.add_layers
+    written = list[Tensor]()
+
+    def add_layers(*given: Any) -> None:
+        (qkv, *_), (numbers, _), part = given[-4], given[-3], given[-2]
+        if part == 0:
+            qkv.fill(np.nan)
+            numbers[0, cpu_layers.ENDED] = 1  # nobody waits for the other
+            real(*given)
+            written.append(torch.from_numpy(qkv).isfinite())
+
+    monkeypatch.setattr(cpu_layers, "add_layers", add_layers)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(compiled_code, "PART_BYTES", 1)
+    logits_of(decoder, passes[:1])
+    half = len(written[0]) // 2
+    if by_rows:
+        assert written[0][:half].all()
+        assert not written[0][half:].any()
+    else:
+        assert written[0].any(1).all()
+        assert not written[0].all(1).any()
+
+
 @pytest.mark.parametrize("width", [32, 40, 100, 333])
 @pytest.mark.parametrize("parts", [1, 3, 9])
 def test_the_halves_of_a_gate_may_begin_within_a_panel(width: int, parts: int) -> None:
@@ -286,24 +317,66 @@ def test_watched_states_are_those_that_enter_a_layer(
     """All layers of llama would be one call."""
     decoder, tables = load_alone(checkpoint(name), dtype), list[Tensor]()
     for model in (all_compiled(decoder), replace(decoder, few_rows=None)):
-        runner = Runner(model, kv_layout(1, LENGTH), CPU)
         watched = WatchedStates((0, 2, model.config.num_layers))
-        runner.cache.allocate(0)
-        runner.cache.reserve(0, 6)
         with torch.inference_mode():
-            planned = runner.prepare([Feed(make_sequence(0, TEXTS[0]), 6)])
-            model.forward(torch.tensor(TEXTS[0][:6]), runner._attention(planned), watched)
+            ids, attention = _pass(model, texts=1, rows=6)
+            model.forward(ids, attention, watched)
         assert watched.table is not None
         assert watched.table.dtype is dtype
         tables.append(watched.table.double())
     assert torch.allclose(tables[0], tables[1], atol=1e-9 if dtype is torch.float64 else 0.1, rtol=0.05)
 
 
+def test_threads_with_rows_of_their_own_read_their_inputs_and_keep_their_states(
+    checkpoint: Callable[[str], str], counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first product has inputs of its own, as that of an EAGLE head."""
+    decoder, found = load_alone(checkpoint("gemma2")), list[Tensor]()
+    inputs = torch.randn(150, decoder.config.hidden_size, generator=torch.Generator().manual_seed(1)).double()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(compiled_code, "PART_BYTES", 1)
+    assert len(inputs) >= 2 * cpu_layers.OWN_ROWS
+    for model in (all_compiled(decoder), replace(decoder, few_rows=None)):
+        watched = WatchedStates((0, 2))
+        with torch.inference_mode():
+            ids, attention = _pass(model, texts=3, rows=50)
+            x = model.embedding[ids].clone()
+            model.add_layers(x, attention, watched, inputs)
+        assert watched.table is not None
+        found.append(torch.cat([x, watched.table], 1))
+    assert counted == [150]
+    ours, theirs = found
+    assert torch.allclose(ours, theirs, atol=1e-9)
+
+
+def test_the_memory_of_a_long_pass_is_measured(checkpoint: Callable[[str], str]) -> None:
+    """What NumPy and compiled code allocate would not be counted."""
+    decoder, measured = load_alone(checkpoint("llama")), list[int]()
+    for model in (all_compiled(decoder), replace(decoder, few_rows=None)):
+        with torch.inference_mode():
+            ids, attention = _pass(model, texts=3, rows=50)
+            measured.append(measure_activations(partial(model.add_layers, model.embedding[ids], attention), CPU))
+    ours, theirs = measured
+    assert theirs / 2 < ours < 3 * theirs
+
+
+def _pass(model: Decoder, texts: int, rows: int) -> tuple[Tensor, Any]:
+    """(ids, attention) of a pass over the first rows of some texts."""
+    runner = Runner(model, kv_layout(texts, LENGTH), CPU)
+    assert runner.attention_plans.reader is not None
+    runner.attention_plans.reader.most_lanes = sys.maxsize
+    for slot in range(texts):
+        runner.cache.allocate(slot)
+        runner.cache.reserve(slot, rows)
+    planned = runner.prepare([Feed(make_sequence(slot, TEXTS[slot]), rows) for slot in range(texts)])
+    return torch.tensor([TEXTS[slot][:rows] for slot in range(texts)]).flatten(), runner._attention(planned)
+
+
 def test_a_head_with_inputs_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
     from tests.engine.heads.test_eagle import test_logits_are_those_of_the_reference
 
     real = CompiledLayers._product
-    monkeypatch.setattr(CompiledLayers, "block_rows", BUCKETS[-1])
+    monkeypatch.setattr(CompiledLayers, "block_rows", sys.maxsize)
     monkeypatch.setattr(CompiledLayers, "_product", lambda self, product: real(self, in_panels(product)))
     for form in ("eagle", "eagle3"):
         test_logits_are_those_of_the_reference(save_eagle_pair(tmp_path / form, form), (3, 1, 9, 7))
