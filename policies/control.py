@@ -216,7 +216,7 @@ class SpecControl:
             survival=self.estimator.survival(candidates),
             sibling_chances=self.estimator.sibling_chances(candidates, self.config.trees),
             gaps=np.array([c.gap for c in candidates]),
-            horizon=np.array([1 + c.left for c in candidates]),
+            horizon=np.array([max(c.left, 1) for c in candidates]),
             cost=cost,
             alone=self._with_policy(self.cost.round_cost(1, 0)),
             change_s=self._change.seconds,

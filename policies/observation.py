@@ -105,7 +105,7 @@ class Observation:
     # 0: the drafts may not branch
     sibling_chances: Floats
     gaps: Ints  # [B] as Candidate.gap
-    horizon: Ints  # [B] most tokens that are left to emit, over which reading a gap pays off; at least 1
+    horizon: Ints  # [B] most rounds that are left, over which reading a gap pays off; at least 1
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
     change_s: float  # seconds that drafts cost the rounds behind them, if these have none
@@ -142,7 +142,7 @@ class Observation:
 
     @cached_property
     def behind(self) -> Floats:
-        """[B] tokens of a gap beyond what every round reads, per token over which reading it pays off."""
+        """[B] tokens of a gap beyond what every round reads, per round over which reading it pays off."""
         return self.unread / self.horizon
 
     @cached_property

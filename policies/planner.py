@@ -33,11 +33,6 @@ class Allocation(NamedTuple):
 
 def expected_tokens(observation: Observation, ks: Ints, shapes: Shapes) -> float:
     """Mean number of tokens that the round emits: one for each sequence, and its accepted drafts."""
-    return float(_tokens(observation, ks, shapes).sum())
-
-
-def _tokens(observation: Observation, ks: Ints, shapes: Shapes) -> Floats:
-    """[B] as expected_tokens, by sequence."""
     depth = observation.survival.shape[1]
     reached = np.zeros((len(ks), depth + 1))  # accepted drafts of a chain
     np.cumsum(observation.survival, axis=1, out=reached[:, 1:])
@@ -46,31 +41,25 @@ def _tokens(observation: Observation, ks: Ints, shapes: Shapes) -> Floats:
         if shape is not None:
             values = observation.values[n]  # only those of a chain where no drafts may branch
             tokens[n] = 1 + sum(values[node] for node in places_of(shape, depth) if node < len(values))
-    return tokens
+    return float(tokens.sum())
 
 
 def _work(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool) -> tuple[int, int, int, float]:
     """(all drafts, the largest k, forwards of the draft model, tokens that it reads)."""
     drafts, longest, forwards, read = 0, 0, 0, 0.0
-    gaps = observation.gaps
-    if amortised:
-        beyond = observation.behind * _tokens(observation, ks, shapes)
-    else:
-        beyond = np.minimum(gaps, UNREAD) - 1 + observation.unread
-    columns = ks.tolist(), gaps.tolist(), beyond.tolist(), shapes
-    for k, gap, unread, shape in zip(*columns, strict=True):  # quicker than arrays up to a hundred sequences
+    columns = ks.tolist(), observation.gaps.tolist(), observation.unread.tolist(), observation.horizon.tolist(), shapes
+    for k, gap, unread, horizon, shape in zip(*columns, strict=True):  # quicker than arrays up to a hundred sequences
         if k:
             depth, inner = (k, k) if shape is None else measure(shape)
             drafts, longest = drafts + k, max(longest, k)
             if gap:
                 forwards = max(forwards, depth)
-                read += inner + unread
+                read += inner + (unread / horizon if amortised else min(gap, UNREAD) - 1 + unread)
     return drafts, longest, forwards, read
 
 
 def seconds(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool = True) -> float:
-    """Seconds of the round. amortised: reading a gap is spread over the tokens that are left, and the round bears the
-    share of those that it emits."""
+    """Seconds of the round. amortised: a gap costs its share of the rounds over which reading it pays off."""
     return float(observation.cost.seconds(*_work(observation, ks, shapes, amortised), branched=any(shapes)))
 
 
@@ -108,10 +97,10 @@ def lone_ks(observation: Observation) -> Ints:
     for table in _tables(observation):
         order = table[:, : drafts.size]
         forwards = np.where(by_model, np.maximum.accumulate(nodes.depths[order] + 1, 1), 0)
-        tokens = 1 + np.take_along_axis(observation.values, order, 1).cumsum(1)
-        read = np.where(by_model, (nodes.ranks[order] == 0).cumsum(1) + behind[:, None] * tokens, 0.0)
+        read = np.where(by_model, (nodes.ranks[order] == 0).cumsum(1) + behind[:, None], 0.0)
         branched = np.maximum.accumulate(nodes.branched[order], 1) > 0
         round_s = cost.seconds(drafts, drafts, forwards, read, branched=branched)
+        tokens = 1 + np.take_along_axis(observation.values, order, 1).cumsum(1)
         goodput[:, 1:] = np.maximum(goodput[:, 1:], tokens / round_s)
     return np.where(np.arange(1 + drafts.size) <= observation.limits[:, None], goodput, 0.0).argmax(1)
 
@@ -178,10 +167,8 @@ def _ranking(observation: Observation, goodput: float, table: Ints) -> Ints:
     value = observation.values[np.arange(len(limits))[:, None], table]
     possible = nodes.depths[table] < limits[:, None]
     possible &= (value > 0) | (nodes.branched[table] == 0)
-    token = np.where(observation.gaps > 0, goodput * observation.cost.token_s, 0.0)  # what the seconds would bring
-    behind, parts = token * observation.behind, 1 + observation.behind / np.maximum(limits, 1)
-    # A gap that costs more than all of its tokens bring must not put later drafts before earlier ones.
-    loss = (token * parts)[:, None] - np.maximum(1 - behind, 0)[:, None] * value
+    parts = np.where(observation.gaps > 0, 1 + observation.behind / np.maximum(limits, 1), 0.0)
+    loss = goodput * observation.cost.token_s * parts[:, None] - value
     places = np.flatnonzero(possible)
     return places[loss.ravel()[places].argsort(kind="stable")]
 
@@ -195,10 +182,8 @@ def _numbers(added: Bools, order: Ints, shape: tuple[int, ...]) -> Ints:
 
 
 def _read(observation: Observation, sequence: Ints, node: Ints) -> Floats:
-    """[N] tokens that the draft model reads for each draft, with the gap's share for the tokens that it adds. A first
-    draft bears that of the round's own token, too."""
-    tokens = observation.values[sequence, node] + (node == 0)
-    read = (observation.nodes.ranks[node] == 0) + observation.behind[sequence] * tokens
+    """[N] tokens that the draft model reads for each draft; a first draft includes its gap, amortised."""
+    read = (observation.nodes.ranks[node] == 0) + (node == 0) * observation.behind[sequence]
     return np.where(observation.gaps[sequence] > 0, read, 0.0)
 
 

@@ -32,8 +32,7 @@ class Clairvoyant(SpecControl):
         observation = self._observation(candidates)
         if prefill:
             usual = plan(observation)
-            one_round = np.minimum(observation.horizon, 1 + observation.survival.sum(1))  # tokens at most
-            observation = replace(observation, horizon=np.where(usual.ks > 0, observation.horizon, one_round))
+            observation = replace(observation, horizon=np.where(usual.ks > 0, observation.horizon, 1))
         best = plan(observation)
         alphas = observation.survival[:, 0].tolist()
         best_s = seconds(observation, best.ks, best.shapes, amortised=False) + self._prompts_s(len(candidates), prefill)

@@ -82,7 +82,7 @@ def best_goodput(observation: Observation) -> float:
         if own:
             forwards = max(choice[n][2] for n in own)
             round_s += cost.model_s + forwards * cost.step_s
-            round_s += cost.token_s * sum(1 + behind[n] * (1 + choice[n][1]) + choice[n][3] for n in own)
+            round_s += cost.token_s * sum(1 + behind[n] + choice[n][3] for n in own)
         if any(shape != chain(len(shape)) for shape, *_ in choice):
             round_s *= cost.tree
         best = max(best, (len(choice) + sum(tokens for _, tokens, _, _ in choice)) / round_s)
