@@ -11,7 +11,8 @@ Third table: acceptance of the draft model with its weights in fp32 and int8, un
 Fourth table: texts of the int8 target that differ from the text alone at k = 0. Products, norms and activations give a
 row the same bits in any company. Attention in fp32 does not, and such a bit can change to which integer the next
 product rounds a number; with `deterministic` nothing may differ.
-Fifth table: loading the target in a process of its own, behind the draft model. Seconds from the disk, and from the
+Fifth table: the same passes by the native decoder and by transformers' modules (engine/models/adapter.py), in turn.
+Sixth table: loading the target in a process of its own, behind the draft model. Seconds from the disk, and from the
 system's cache of files, each over those of plain reading just before; and the peak of the process's memory beyond what
 it had before, over the bytes of the weights.
 """
@@ -24,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from resource import RUSAGE_SELF, getpagesize, getrusage
 from statistics import median
 from typing import NamedTuple
 
@@ -41,19 +41,21 @@ from cache.layout import Layout
 from engine.config import WeightForm
 from engine.llm import LLM
 from engine.memory.host import give_back_freed_memory, keep_freed_memory
+from engine.models.decoder import Decoder, LanguageModel
 from engine.models.feeds import Feed
 from engine.models.int8_products import Int8Weight
 from engine.models.linear import Linear, Product, num_bytes_of
-from engine.models.loader import Checkpoint, load_decoder, open_checkpoint
+from engine.models.loader import Checkpoint, adapted_checkpoint, load_decoder, load_model, open_checkpoint
 from engine.models.products import Weights
 from engine.models.runner import Runner
 
 CONTEXT = 128  # tokens before those of a timed pass
 ROWS = (1, 9)
+LENGTH = CONTEXT + max(ROWS)
 COPIED_BYTES = 2**27
 TEMPERATURES = (0.0, 0.8)
 KS, BATCHES = (0, 4, 8), (1, 8)
-PARTS = ("passes", "bits", "acceptance", "texts", "loading")
+PARTS = ("passes", "bits", "acceptance", "texts", "adapter", "loading")
 MAX_LOADS = 5  # of each form
 READ_BYTES = 2**23  # at once, when a file is only read
 
@@ -76,18 +78,11 @@ FORMS = (
 class TimedModel:
     """A model behind a context, ready for passes of any number of rows."""
 
-    def __init__(self, directory: str, form: WeightsVariant, text: Sequence[int]) -> None:
-        checkpoint, device = open_checkpoint(directory), torch.device("cpu")
-        length = CONTEXT + max(ROWS)
-        decoder = load_decoder(
-            checkpoint, dtype=getattr(torch, form.dtype), device=device, max_len=length, weights=form.weights
-        )
-        self._runner = Runner(decoder, Layout(1, length), device)
+    def __init__(self, model: LanguageModel, text: Sequence[int]) -> None:
+        self._runner = Runner(model, Layout(1, LENGTH), torch.device("cpu"))
         self._text = list(text)
         self._sequence = _sequence(self._text[:CONTEXT])
         self._runner.run([Feed(self._sequence, CONTEXT)])
-        products = [p for layer in decoder.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
-        self.bytes_per_token = sum(map(_bytes_read, (*products, decoder.head)))
 
     def seconds(self, rows: int) -> float:
         self._sequence.tokens[:] = self._text[: CONTEXT + rows]
@@ -96,6 +91,17 @@ class TimedModel:
         spent = time.perf_counter() - start
         self._runner.cache.truncate_to(self._sequence.handle, CONTEXT)
         return spent
+
+
+def load(checkpoint: Checkpoint, form: WeightsVariant) -> Decoder:
+    dtype, cpu = getattr(torch, form.dtype), torch.device("cpu")
+    return load_decoder(checkpoint, dtype=dtype, device=cpu, max_len=LENGTH, weights=form.weights)
+
+
+def bytes_per_token(decoder: Decoder) -> int:
+    """Bytes of weights that one token reads."""
+    products = [p for layer in decoder.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
+    return sum(map(_bytes_read, (*products, decoder.head)))
 
 
 def _bytes_read(product: Product) -> int:
@@ -115,7 +121,8 @@ def copy_bandwidth(source: torch.Tensor, destination: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def passes(target: str, text: Sequence[int], turns: int) -> Rows:
-    models = {form.name: TimedModel(target, form, text) for form in FORMS}
+    decoders = {form.name: load(open_checkpoint(target), form) for form in FORMS}
+    models = {name: TimedModel(decoder, text) for name, decoder in decoders.items()}
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8)
     destination = torch.ones_like(source)
     seconds: dict[tuple[str, int], list[float]] = {(name, rows): [] for name in models for rows in ROWS}
@@ -127,17 +134,17 @@ def passes(target: str, text: Sequence[int], turns: int) -> Rows:
             bandwidth.append(copied)
             for key, value in spent.items():
                 seconds[key].append(value)
-    return [_pass_row(name, model, seconds, bandwidth) for name, model in models.items()]
+    return [_pass_row(name, bytes_per_token(decoder), seconds, bandwidth) for name, decoder in decoders.items()]
 
 
 def _pass_row(
-    name: str, model: TimedModel, seconds: dict[tuple[str, int], list[float]], bandwidth: list[float]
+    name: str, token_bytes: int, seconds: dict[tuple[str, int], list[float]], bandwidth: list[float]
 ) -> dict[str, object]:
     one, nine = (seconds[name, rows] for rows in ROWS)
-    read = [model.bytes_per_token / s for s in one]
+    read = [token_bytes / s for s in one]
     return {
         "weights": name,
-        "MB": model.bytes_per_token / 1e6,
+        "MB": token_bytes / 1e6,
         "1 row ms": median(one) * 1e3,
         "9 rows ms": median(nine) * 1e3,
         "9 over 1": median_ratio(nine, one),
@@ -146,6 +153,30 @@ def _pass_row(
         "read GB/s": median(read) / 1e9,
         "of copy bandwidth": median_ratio(read, bandwidth),
     }
+
+
+@torch.inference_mode()
+def adapter(target: str, text: Sequence[int], turns: int) -> Rows:
+    checkpoint = open_checkpoint(target)
+    adapted = adapted_checkpoint(checkpoint.path, checkpoint.raw["model_type"])
+    native = load(checkpoint, FORMS[0])
+    modules = load_model(adapted, dtype=torch.float32, device=torch.device("cpu"), max_len=LENGTH)
+    models = {"native": TimedModel(native, text), "adapter": TimedModel(modules, text)}
+    seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in models}
+    for turn in range(turns + 1):
+        for name, model in models.items():
+            spent = tuple(model.seconds(rows) for rows in ROWS)
+            if turn:
+                seconds[name].append(spent)
+    times = {name: list(zip(*spent, strict=True)) for name, spent in seconds.items()}
+    return [
+        {
+            "rows": rows,
+            **{f"{name} ms": median(found[place]) * 1e3 for name, found in times.items()},
+            "adapter over native": median_ratio(times["adapter"][place], times["native"][place]),
+        }
+        for place, rows in enumerate(ROWS)
+    ]
 
 
 @torch.inference_mode()
@@ -238,24 +269,23 @@ def measure_load(target: str, draft: str, form: WeightsVariant, threads: int | N
         torch.set_num_threads(threads)
     keep_freed_memory()
 
-    def load(checkpoint: Checkpoint) -> tuple[float, int]:
+    def timed(checkpoint: Checkpoint) -> tuple[float, int]:
         """(seconds, bytes of the weights, which are freed)."""
-        start, dtype = time.perf_counter(), getattr(torch, form.dtype)
-        decoder = load_decoder(
-            checkpoint, dtype=dtype, device=torch.device("cpu"), max_len=CONTEXT, weights=form.weights
-        )
+        start = time.perf_counter()
+        decoder = load(checkpoint, form)
         return time.perf_counter() - start, decoder.weight_bytes
 
-    load(open_checkpoint(draft))
+    load(open_checkpoint(draft), form)
     give_back_freed_memory()
     checkpoint = open_checkpoint(target)
     forget_cached(checkpoint.path)
     reading_s, cached_reading_s = _read_all(checkpoint.path), _read_all(checkpoint.path)
     forget_cached(checkpoint.path)
-    before = _resident_bytes()
-    seconds, weight_bytes = load(checkpoint)
-    peak_bytes = _peak_bytes() - before
-    cached_seconds, _ = load(checkpoint)
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", "utf-8")  # forgets the peak
+    seconds, weight_bytes = timed(checkpoint)
+    peak_bytes = _memory("VmHWM") - before
+    cached_seconds, _ = timed(checkpoint)
     return MeasuredLoad(seconds, reading_s, cached_seconds, cached_reading_s, peak_bytes, weight_bytes)
 
 
@@ -277,12 +307,10 @@ def _read_all(directory: Path) -> float:
     return time.perf_counter() - start
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * getpagesize()
-
-
-def _peak_bytes() -> int:
-    return getrusage(RUSAGE_SELF).ru_maxrss * 2**10
+def _memory(name: str) -> int:
+    """Bytes of this process, as Linux names them: VmRSS, resident now; VmHWM, the most that were."""
+    status = Path("/proc/self/status").read_text("utf-8")
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(name))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -291,9 +319,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tables to make")
     args = p.parse_args(argv)
     workload = common.prepare(args)
-    context = [token for prompt in workload.prompts for token in prompt][: CONTEXT + max(ROWS)]
-    if len(context) < CONTEXT + max(ROWS):
-        raise SystemExit(f"the prompts must have {CONTEXT + max(ROWS)} tokens together, not {len(context)}")
+    context = [token for prompt in workload.prompts for token in prompt][:LENGTH]
+    if len(context) < LENGTH:
+        raise SystemExit(f"the prompts must have {LENGTH} tokens together, not {len(context)}")
     about = {"max_tokens": args.max_tokens, "turns": args.turns, "context": CONTEXT}
     report = common.describe_run(args, "weights", workload.describe(**about))
     make = {
@@ -301,6 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "bits": lambda: bits(args.target, workload.prompts),
         "acceptance": lambda: acceptance(args, workload.prompts),
         "texts": lambda: texts(args, workload.prompts),
+        "adapter": lambda: adapter(args.target, context, args.turns),
         "loading": lambda: loading(args.target, args.draft, args.threads, min(args.turns, MAX_LOADS)),
     }
     tables = {part: make[part]() for part in PARTS if part in args.parts}

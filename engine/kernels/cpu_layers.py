@@ -35,6 +35,8 @@ from engine.kernels.cpu_products import bounds, multiply_some, round_rows
 from engine.kernels.cpu_vectors import dot, store_row
 
 STAGES = 6  # of a layer
+PROJECT, WRITE, GATE, SHRINK = range(4)  # the stages with products
+BLOCK_ROWS = 96  # that a stage computes at once: eight tiles, whose arithmetic takes longer than reading the weights
 OWN_ROWS = 64  # of each part, from which on parts share rows and not channels. Each part then reads all weights, which
 # takes less time than their arithmetic, and norms and rounds its own rows only
 LARGEST_POWER = 87.0  # exp of more is no fp32 number
@@ -212,6 +214,25 @@ def keep(joined: Any, layer: int, watched: Any) -> None:
                     table[row, place * width + i] = joined[row, i]
 
 
+@compiled_exactly
+def in_blocks(
+    stage: int, states: Any, layer: Any, inputs: Any, is_first: bool, room: Any, part: int, parts: int
+) -> None:
+    """A stage, for BLOCK_ROWS rows at a time: what it needs beside them stays small."""
+    for at in range(0, states[0].shape[0], BLOCK_ROWS):
+        end = at + BLOCK_ROWS
+        some = states[0][at:end], states[1][at:end], states[2][at:end]
+        space = room[0][at:end], room[1][at:end], room[2][at:end], room[3][at:end]
+        if stage == PROJECT:
+            project(some, layer, inputs[at:end], is_first, space, part, parts)
+        elif stage == WRITE:
+            write(some, layer, space, part, parts)
+        elif stage == GATE:
+            gate(some, layer, space, part, parts)
+        else:
+            shrink(some, layer, space, part, parts)
+
+
 @compiled
 def add_layers(
     states: Any,
@@ -237,13 +258,14 @@ def add_layers(
     begin, end, share, shares = 0, len(positions), part, parts
     if end >= parts * OWN_ROWS:  # each part has rows of its own, and all channels of them
         begin, end, share, shares = end * part // parts, end * (part + 1) // parts, 0, 1
-    own = states[0][begin:end], states[1][begin:end], states[2][begin:end]
+    own, given_inputs = (states[0][begin:end], states[1][begin:end], states[2][begin:end]), inputs[begin:end]
     space = room[0][begin:end], room[1][begin:end], room[2][begin:end], room[3][begin:end]
     places, kept = (turns, positions[begin:end], stored[begin:end]), (watched[0], watched[1][begin:end])
     for n in range(len(addresses[0])):
         layer, blocks = moved(given, addresses[0], n), moved(pool, addresses[1], n)
         scale, cap, sinks = layer[10]
-        project(own, layer, inputs[begin:end], first + n == 0, space, share, shares)
+        is_first = first + n == 0
+        in_blocks(PROJECT, own, layer, given_inputs, is_first, space, share, shares)
         meet(numbers, met + 1, parts)
         if share == 0:
             place(layer, blocks, places, space)
@@ -251,10 +273,10 @@ def add_layers(
         meet(numbers, met + 2, parts)
         attend(room[1], blocks, tables, first_rows, rows, scale, cap, sinks, room[2], part, parts)
         meet(numbers, met + 3, parts)
-        write(own, layer, space, share, shares)
+        in_blocks(WRITE, own, layer, given_inputs, is_first, space, share, shares)
         meet(numbers, met + 4, parts)
-        gate(own, layer, space, share, shares)
+        in_blocks(GATE, own, layer, given_inputs, is_first, space, share, shares)
         meet(numbers, met + 5, parts)
-        shrink(own, layer, space, share, shares)
+        in_blocks(SHRINK, own, layer, given_inputs, is_first, space, share, shares)
         met += STAGES
         meet(numbers, met, parts)

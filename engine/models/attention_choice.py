@@ -34,27 +34,29 @@ TimedSweeps = Callable[
 ]  # rows → seconds of sweeps that read blocks, and of torch
 
 
-def rows_that_pay(timed: TimedSweeps, few_rows: int = 0) -> int:
+def rows_that_pay(timed: TimedSweeps, any_length: bool = False) -> int:
     """The one of ROWS up to which reading blocks gains most over torch's attention. 0: it never pays.
 
     All sizes up to it count together, the last one as PROMPTS, so that one disturbed measurement does not decide.
-    few_rows: shorter passes read blocks anyway, so only larger sizes count, and always the last.
+    any_length: where prompts read blocks, compiled layers serve all passes. Few rows read blocks there in any case, so
+    prompts alone decide.
     """
-    sizes = [rows for rows in ROWS[:-1] if rows > few_rows] + [ROWS[-1]]
-    times = [timed(rows) for rows in sizes]
+    times = [timed(rows) for rows in ROWS]
     gains = [log2(LONGER * lower_quartile(theirs) / lower_quartile(ours)) for ours, theirs in times]
+    if any_length and gains[-1] > 0:
+        return ROWS[-1]
     gains[-1] *= PROMPTS
     together = [0.0, *accumulate(gains)]
-    return (0, *sizes)[together.index(max(together))]
+    return (0, *ROWS)[together.index(max(together))]
 
 
 @cache
-def measured_lanes(heads: int, shape: KVShape, few_rows: int = 0) -> int:
+def measured_lanes(heads: int, shape: KVShape, any_length: bool = False) -> int:
     """BlockReader.most_lanes for a model with so many query heads, on this machine with its number of threads. Where
     reading blocks pays up to the last of ROWS, it does for longer spans too, because they are computed in pieces.
-    few_rows: as in rows_that_pay."""
+    any_length: as in rows_that_pay."""
     group = heads // shape.kv_heads
-    rows = rows_that_pay(SampleSweeps(heads, shape), few_rows)
+    rows = rows_that_pay(SampleSweeps(heads, shape), any_length)
     if rows == ROWS[-1]:
         log.info("attention reads blocks")
         return sys.maxsize

@@ -42,7 +42,8 @@ class AttentionPlans:
         """Let the attention of each span be computed by what is faster here for its number of rows. Where a row must
         not depend on others, blocks are read anyway."""
         if self.reader is not None and self.separate_to is None:
-            self.reader.most_lanes = measured_lanes(self._config.num_heads, self._shape, self._few_rows())
+            any_length = self._few_rows() == sys.maxsize
+            self.reader.most_lanes = measured_lanes(self._config.num_heads, self._shape, any_length)
 
     def plan_ahead(self, spans: Seq[Span], staging: Staging) -> PagedPlan | None:
         """The plan of a pass by one operation. None: `attention` plans it."""

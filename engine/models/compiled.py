@@ -54,7 +54,7 @@ def in_parts(function: Callable[..., None], read_bytes: int, *given: Any) -> Non
     if parts == 1:
         function(*given, 0, 1)
         return
-    others = [_threads(parts - 1).submit(function, *given, part, parts) for part in range(1, parts)]
+    others = [_threads(torch.get_num_threads() - 1).submit(function, *given, part, parts) for part in range(1, parts)]
     function(*given, 0, parts)
     for other in others:
         other.result()

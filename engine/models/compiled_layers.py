@@ -182,13 +182,12 @@ class CompiledLayers:
         return tuple(torch.empty(shape, dtype=self._wide).numpy() for shape in shapes)
 
     def _kernel_bytes(self, rows: int, parts: int) -> int:
-        """What the parts allocate by themselves at most: normed states, inputs of a product in its own numbers, and
-        gate and up. Parts that share channels norm all rows each."""
+        """What each part allocates by itself, at most: normed states, the inputs of a product in its own numbers, and
+        gate and up."""
         products = products_of(self._layers[0])
-        normed = 1 if rows >= parts * self._kernel.OWN_ROWS else parts
         hidden, widest = products[-1].shape[0], max(product.shape[1] for product in products)
-        each = normed * (2 * hidden + widest) + self._widths[1]
-        return rows * each * self._number.itemsize
+        each = 2 * hidden + widest + self._widths[1]
+        return parts * min(rows, self._kernel.BLOCK_ROWS) * each * self._number.itemsize
 
     def _of(self, layer: Layer, joining: Norm) -> KernelLayer:
         assert isinstance(layer.mlp, GatedMLP)

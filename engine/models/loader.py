@@ -54,7 +54,7 @@ def open_checkpoint(directory: str) -> Checkpoint:
     given = read_config_file(path)
     kind = given["model_type"]
     if kind not in MODEL_TYPES:
-        return _open_adapted(path, kind)
+        return adapted_checkpoint(path, kind)
     raw = converted_config(path, given, lambda: _transformers_config(path).to_dict())
     quantisation(path, raw.get("quantization_config"))
     try:
@@ -63,7 +63,7 @@ def open_checkpoint(directory: str) -> Checkpoint:
         raise ConfigError(f"{path}: config.json: {error}") from None
 
 
-def _open_adapted(path: Path, kind: str) -> Checkpoint:
+def adapted_checkpoint(path: Path, kind: str) -> Checkpoint:
     """Open a checkpoint that transformers' own modules compute. Raises ConfigError for a kind that they do not know."""
     from transformers import __version__ as version
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -13,7 +13,7 @@ PAIR = ["--target=models/demo/target", "--draft=models/demo/draft", "--threads=1
 @needs_int8
 def test_the_tables_of_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "COPIED_BYTES", 2**20)
-    weights.main([*PAIR, "--prompts-count=3", "--max-tokens=6", "--turns=1", "--parts", *weights.PARTS[:4]])
+    weights.main([*PAIR, "--prompts-count=3", "--max-tokens=6", "--turns=1", "--parts", *weights.PARTS[:5]])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     passes = {row["weights"]: row for row in report["passes"]}
     assert passes["int8"]["MB"] == passes["float32"]["MB"] / 4
@@ -36,6 +36,8 @@ def test_the_tables_of_models(capsys: pytest.CaptureFixture[str], monkeypatch: p
         if (batch, k) != (1, 0)
     }
     assert not any(row["mismatched"] for row in report["texts"] if row["deterministic"])
+    assert [row["rows"] for row in report["adapter"]] == [1, 9]
+    assert all(row["adapter over native"] > 0 for row in report["adapter"])
 
 
 def test_too_little_text_is_refused(tmp_path: object) -> None:

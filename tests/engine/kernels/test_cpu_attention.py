@@ -1,7 +1,6 @@
 """The compiled attention of CPUs against the reference of paged attention, bit for bit in parts and in company."""
 
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -305,13 +304,13 @@ def test_prompts_count_more_than_each_size_of_few_rows() -> None:
     assert rows_that_pay(scripted(lambda rows: 0.7 if rows == ROWS[-1] else 1.6)) == 0
 
 
-def test_only_passes_that_torch_could_attend_count() -> None:
-    """Compiled layers read blocks in any case."""
+def test_prompts_alone_decide_where_layers_of_any_length_are_compiled() -> None:
+    """Then no pass is left whose few rows torch could attend."""
     slow_when_short = scripted(lambda rows: 1.6 if rows < ROWS[-1] else 1.1)
     assert rows_that_pay(slow_when_short) == 0
-    assert rows_that_pay(slow_when_short, few_rows=ROWS[-2]) == rows_that_pay(slow_when_short, sys.maxsize) == ROWS[-1]
-    assert rows_that_pay(scripted(lambda rows: 1.6 if rows < 9 else 1.1), few_rows=5) == ROWS[-1]
-    assert rows_that_pay(scripted(lambda rows: 1.2), few_rows=sys.maxsize) == 0
+    assert rows_that_pay(slow_when_short, any_length=True) == ROWS[-1]
+    slow_when_long = scripted(lambda rows: 0.5 if rows <= 9 else 1.5)
+    assert rows_that_pay(slow_when_long, any_length=True) == rows_that_pay(slow_when_long) == 9
 
 
 def test_the_spans_that_are_measured_differ_in_length() -> None:
