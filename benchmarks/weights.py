@@ -8,9 +8,9 @@ token reads its weights. Forms take turns; figures are medians over turns, and r
 bandwidth is that of copying 128 MiB, bytes read and written, measured in each turn.
 Second table: bits per token of the prompts. Their ratio is also that of bits per byte.
 Third table: acceptance of the draft model with its weights in fp32 and int8, under the same target and seeds.
-Fourth table: texts of the int8 target that differ from the text alone at k = 0. Products, norms and activations give a
-row the same bits in any company. Attention in fp32 does not, and such a bit can change to which integer the next
-product rounds a number; with `deterministic` nothing may differ.
+Fourth table: texts of the int8 target that differ from the text alone at k = 0. Compiled layers give a row the same
+bits in any company. torch's attention and norms, which long passes have where they are faster, do not, and such a bit
+can change to which integer the next product rounds a number; with `deterministic` nothing may differ.
 Fifth table: the same passes by the native decoder and by transformers' modules (engine/models/adapter.py), in turn.
 Sixth table: loading the target in a process of its own, behind the draft model. Seconds from the disk, and from the
 system's cache of files, each over those of plain reading just before; and the peak of the process's memory beyond what
@@ -21,7 +21,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -119,6 +119,14 @@ def copy_bandwidth(source: torch.Tensor, destination: torch.Tensor) -> float:
     return 2 * source.numel() / (time.perf_counter() - start)
 
 
+def in_turns(models: Mapping[str, TimedModel], turns: int) -> Iterator[dict[tuple[str, int], float]]:
+    """Seconds of a pass of each model with each of ROWS, turn by turn. One turn before compiles products."""
+    for turn in range(turns + 1):
+        spent = {(name, rows): model.seconds(rows) for name, model in models.items() for rows in ROWS}
+        if turn:
+            yield spent
+
+
 @torch.inference_mode()
 def passes(target: str, text: Sequence[int], turns: int) -> Rows:
     decoders = {form.name: load(open_checkpoint(target), form) for form in FORMS}
@@ -127,13 +135,10 @@ def passes(target: str, text: Sequence[int], turns: int) -> Rows:
     destination = torch.ones_like(source)
     seconds: dict[tuple[str, int], list[float]] = {(name, rows): [] for name in models for rows in ROWS}
     bandwidth = []
-    for turn in range(turns + 1):
-        copied = copy_bandwidth(source, destination)
-        spent = {(name, rows): models[name].seconds(rows) for name, rows in seconds}
-        if turn:  # the first turn compiles products
-            bandwidth.append(copied)
-            for key, value in spent.items():
-                seconds[key].append(value)
+    for spent in in_turns(models, turns):
+        bandwidth.append(copy_bandwidth(source, destination))
+        for key, value in spent.items():
+            seconds[key].append(value)
     return [_pass_row(name, bytes_per_token(decoder), seconds, bandwidth) for name, decoder in decoders.items()]
 
 
@@ -162,21 +167,14 @@ def adapter(target: str, text: Sequence[int], turns: int) -> Rows:
     native = load(checkpoint, FORMS[0])
     modules = load_model(adapted, dtype=torch.float32, device=torch.device("cpu"), max_len=LENGTH)
     models = {"native": TimedModel(native, text), "adapter": TimedModel(modules, text)}
-    seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in models}
-    for turn in range(turns + 1):
-        for name, model in models.items():
-            spent = tuple(model.seconds(rows) for rows in ROWS)
-            if turn:
-                seconds[name].append(spent)
-    times = {name: list(zip(*spent, strict=True)) for name, spent in seconds.items()}
-    return [
-        {
-            "rows": rows,
-            **{f"{name} ms": median(found[place]) * 1e3 for name, found in times.items()},
-            "adapter over native": median_ratio(times["adapter"][place], times["native"][place]),
-        }
-        for place, rows in enumerate(ROWS)
-    ]
+    found = list(in_turns(models, turns))
+    table: Rows = []
+    for rows in ROWS:
+        seconds = {name: [spent[name, rows] for spent in found] for name in models}
+        times = {f"{name} ms": median(spent) * 1e3 for name, spent in seconds.items()}
+        over = median_ratio(seconds["adapter"], seconds["native"])
+        table.append({"rows": rows, **times, "adapter over native": over})
+    return table
 
 
 @torch.inference_mode()

@@ -318,10 +318,10 @@ def _mib(size: int) -> str:
 def measure_activations(run: Callable[[], object], device: torch.device) -> int:
     """Peak bytes that `run`, the largest pass, allocates beyond what was allocated before it.
 
-    On a CPU the profiler's allocation events are added up. The sum is exact and repeatable: 18,363,264 bytes for 512
-    tokens of the demo target, 640 more with two threads. The peak of the resident set (VmHWM) is neither, because the
-    heap keeps freed pages: it grew by 26.3 MB, 2.6 MB and 12 kB in three such passes in a row. Memory that libraries
-    allocate without torch, a few MB, is not counted. Compiled layers count what they allocate (counted_memory).
+    On a CPU the profiler's allocation events are added up. The sum is exact and repeatable. The peak of the
+    resident set (VmHWM) is neither, because the heap keeps freed pages: a second pass of the same size hardly raises
+    it. Memory that libraries allocate without torch, a few MB, is not counted. Compiled layers count what they allocate
+    (counted_memory).
     """
     with computing(device):
         return _cuda_peak(run, device) if device.type == "cuda" else _cpu_peak(run)

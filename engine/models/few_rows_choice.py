@@ -1,4 +1,4 @@
-"""Which form a decoder's layers have for passes of few rows."""
+"""Which form a decoder's layers have for passes of few rows, or on a CPU of any number."""
 
 from collections.abc import Sequence as Seq
 
