@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.kernels.cpu_code import KEYS, LANES
-from engine.kernels.cpu_compile import compiled
+from engine.kernels.cpu_compile import compiled, inlined
 from engine.kernels.cpu_exponentials import NOTHING, weigh
 from engine.kernels.cpu_vectors import BLOCK, add_rows, prefetch, score_block, score_keys, store_row
 
@@ -81,7 +81,7 @@ def soften(
     return weigh(scores, lane, begin, end, top)
 
 
-@compiled
+@inlined
 def whole_blocks(count: int) -> int:
     return -(-count // BLOCK) * BLOCK
 
@@ -129,7 +129,7 @@ def attend_tile(
     add_rows(scores, most, flat, (numbers, behind), head[0] + head[1], count, sums)
 
 
-@compiled
+@inlined
 def attend_heads(
     pool: Any,
     table: Any,
@@ -165,13 +165,13 @@ def attend_heads(
         start, stop = stop, after
 
 
-@compiled
+@inlined
 def work_of(keys: int, lanes: int) -> int:
     """What a kv head's keys cost, in scores. To read a key costs as much as to compute some."""
     return keys * (lanes + READING)
 
 
-@compiled
+@inlined
 def heads_of_part(before: int, cost: int, kv_heads: int, begin: int, end: int) -> tuple[int, int]:
     """The kv heads of a sequence whose work begins at begin … end − 1. The first begins at `before`."""
     first = min(max(-(-(begin - before) // cost), 0), kv_heads)
@@ -220,7 +220,9 @@ def attend(
     most, whole = 0, 0
     for s in range(len(ends)):
         begin, end = first_rows[s], first_rows[s + 1]
-        lows[s] = firsts[begin:end].min()
+        lows[s] = firsts[begin]
+        for n in range(begin + 1, end):
+            lows[s] = min(lows[s], firsts[n])
         most = max(most, (end - begin) * group)
         whole += work_of(ends[s] - lows[s], (end - begin) * group) * kv_heads
     turned, places = group >= SHARING, whole_blocks(most)

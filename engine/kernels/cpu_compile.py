@@ -38,12 +38,23 @@ config.CACHE_DIR = str(FOLDER)  # type: ignore[attr-defined]
 
 def compiled(function: Function) -> Any:
     """The function as compiled code, for arguments of any types. It adds numbers in any order."""
-    return _shared(njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")(function))
+    return _shared(njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy", no_cfunc_wrapper=True)(function))
 
 
 def compiled_exactly(function: Function) -> Any:
     """As `compiled`, but it adds numbers in the order that is written."""
-    return _shared(njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy")(function))
+    return _shared(
+        njit(nogil=True, cache=True, fastmath={"contract"}, error_model="numpy", no_cfunc_wrapper=True)(function)
+    )
+
+
+def inlined(function: Function) -> Any:
+    """The function as a part of the compiled code that calls it, with the caller's order of sums.
+
+    LLVM optimises a compiled function again in each one that calls it. This saves that time where a long function has
+    one caller. More callers, or several levels of these, take longer: Numba then works on ever longer functions.
+    """
+    return njit(nogil=True, error_model="numpy", inline="always")(function)
 
 
 def _shared(dispatcher: Any) -> Any:

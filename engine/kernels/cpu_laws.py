@@ -146,11 +146,10 @@ def draft_laws(laws: Any, depth: int, sources: Any, drafts: Any, logq: Any) -> N
     for n in range(count):
         for j in range(length):
             target, token = n * length + j, drafts[n, j]
-            if sources[n] < 0:
-                logq[target] = NONE
-            else:
-                logq[target, :known] = laws[sources[n] * depth + j, :known]
-                logq[target, known:] = NONE
+            seen = known if sources[n] >= 0 else 0
+            for i in range(seen):
+                logq[target, i] = laws[sources[n] * depth + j, i]
+            logq[target, seen:] = NONE
             if token < 0 or token >= vocab:
                 logq[target] = NONE
             elif not np.isfinite(logq[target, token]):
@@ -223,4 +222,5 @@ def decide(logp: Any, logq: Any, drafts: Any, lengths: Any, log_scales: Any, coi
                 if shared > 0:  # and a number
                     overlaps[n, j] = np.int64(np.rint(min(shared, np.float32(1)) * MILLION))
         if kept == k or residual(logp, row + kept, logq, draft + kept, scale, weights, n) == NONE:
-            weights[n] = logp[row + kept]
+            for i in range(vocab):  # an assignment of the row would compile a message about its shape, for 2 s
+                weights[n, i] = logp[row + kept, i]

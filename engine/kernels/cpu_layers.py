@@ -25,7 +25,7 @@ from numba.extending import overload
 from engine.kernels.cpu_addresses import addresses_of as addresses_of  # for those that call add_layers
 from engine.kernels.cpu_addresses import moved
 from engine.kernels.cpu_attention import attend
-from engine.kernels.cpu_compile import compiled, compiled_exactly
+from engine.kernels.cpu_compile import compiled_exactly, inlined
 from engine.kernels.cpu_exponentials import exponentials
 from engine.kernels.cpu_integers import ACTIVATION, NEIGHBOURS, OFFSET
 from engine.kernels.cpu_meeting import ENDED as ENDED
@@ -111,7 +111,7 @@ def enter(x: Any, added: Any, joining: Any, factor: float, joined: Any, norm: An
     return normed
 
 
-@compiled_exactly
+@inlined
 def project(states: Any, layer: Any, inputs: Any, is_first: bool, room: Any, part: int, parts: int) -> None:
     """Queries, keys and values of the rows. joining: the norm of what the layer before added. inputs [N, width]: of the
     first layer's product, in place of the normed states; none: [0, 0]."""
@@ -155,7 +155,7 @@ def place(layer: Any, pool: Any, places: Any, room: Any) -> None:
         store_row(qkv, n, width, stored, rows[n])
 
 
-@compiled_exactly
+@inlined
 def write(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     """What attention adds to the states."""
     attended, added = room[2], states[1]
@@ -163,7 +163,7 @@ def write(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     product(attended.reshape(attended.shape[0], -1), layer[4], first, last, added)
 
 
-@compiled_exactly
+@inlined
 def gate(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     """activation(gate) · up of the rows. after: the norm of what attention added."""
     x, added, joined = states
@@ -195,7 +195,7 @@ def activate(numbers: Any, first: int, last: int, gelu: bool, powers: Any) -> No
     exponentials(powers, 0)
 
 
-@compiled_exactly
+@inlined
 def shrink(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     """What the MLP adds to the states."""
     first, last = bounds(states[1].shape[1], part, parts)
@@ -214,7 +214,7 @@ def keep(joined: Any, layer: int, watched: Any) -> None:
                     table[row, place * width + i] = joined[row, i]
 
 
-@compiled_exactly
+@inlined
 def in_blocks(
     stage: int, states: Any, layer: Any, inputs: Any, is_first: bool, room: Any, part: int, parts: int
 ) -> None:
@@ -233,7 +233,7 @@ def in_blocks(
             shrink(some, layer, space, part, parts)
 
 
-@compiled
+@compiled_exactly
 def add_layers(
     states: Any,
     given: Any,
