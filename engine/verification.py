@@ -16,7 +16,7 @@ from engine.drafters.base import Draft, DraftBatch
 from engine.kernels.decide import decide_chains
 from engine.kernels.decide_trees import decide_trees
 from engine.kernels.verdict import match_verdict
-from engine.sampling import acceptance, tree_acceptance
+from engine.sampling import matching, tree_acceptance
 from engine.sampling.acceptance import OVERLAP_SCALE, DeviceVerdict, Verdict
 from engine.sampling.ragged import Ragged, padded
 from engine.sampling.tree_acceptance import NONE, TreeTable
@@ -31,13 +31,13 @@ def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
     Raises ValueError for a tree of several branches under block verification. Here and below, `indices` [n] are the
     sequences of the batch that share a verifier.
     """
-    if _is_plain(batch, draft):
-        return _plain_verdict(batch, logits)
     if draft.trees:
         _check_verifiers(batch, draft.trees)
         batch = replace(batch, sampler=batch.sampler.on_trees(draft.trees))
-    verdict: DeviceVerdict | None = None
-    for name, indices in _by_verifier(batch).items():
+    verdict, by_verifier = None, _by_verifier(batch)
+    if list(by_verifier) == ["match"] and not _on_device(batch):
+        return _match_on_host(batch, draft, logits)
+    for name, indices in by_verifier.items():
         if name == "match":
             decided = _match(batch, draft, logits, indices)
         else:
@@ -88,16 +88,17 @@ def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> No
             put_law_rows(batch, expected_law_rows(batch, ks, trees, indices))
 
 
-def _is_plain(batch: DraftBatch, draft: Draft) -> bool:
-    """Whether the verdict is each sequence's own draw, on the host already."""
-    drafted = draft.tokens is not None or bool(draft.trees)
-    return not (drafted or _on_device(batch)) and list(_by_verifier(batch)) == ["match"]
-
-
-def _plain_verdict(batch: DraftBatch, logits: Tensor) -> Verdict:
+def _match_on_host(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
     """As the rest of verify(), without its operations on tensors of a few numbers."""
-    drawn, finite = batch.sampler.draw(logits, batch.sampler.offsets)
-    return Verdict.without_drafts(drawn.tolist(), finite.tolist())
+    rows, _ = _rows(batch, draft.ks, range(len(draft.ks)))
+    drawn, finite = (found.tolist() for found in batch.sampler.draw(logits, rows, draft.tokens))
+    table = [[]] * len(draft.ks) if draft.tokens is None else draft.tokens.tolist()
+    drafts = [row[:k] for row, k in zip(table, draft.ks, strict=True)]
+    verdict = matching.match(drawn, finite, drafts, draft.trees, logits.shape[-1])
+    if not draft.wants_drawn:
+        return verdict
+    ends = list(accumulate(k + 1 for k in draft.ks))
+    return replace(verdict, drawn=[drawn[end - k - 1 : end] for end, k in zip(ends, draft.ks, strict=True)])
 
 
 Way = Verifier | Literal["typical"]  # in which drafts are judged
@@ -118,24 +119,16 @@ def _match(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -
     tokens = draft.tokens
     if tokens is not None and len(indices) < len(batch.sequences):
         tokens = tokens[batch.sampler.numbers.index(indices).tensor]
-    shapes = _shapes(draft.trees, draft.ks, indices)
-    if tokens is not None and max(ks) and _on_device(batch):
-        verdict = _match_in_one(batch, drawn, finite, tokens[:, : max(ks)], ks, shapes)
-    elif tokens is None or not shapes:
-        verdict = acceptance.match(drawn, finite, tokens, ks)
+    if tokens is None or not max(ks):
+        verdict = DeviceVerdict(torch.zeros_like(drawn), drawn, finite)
     else:
-        verdict = tree_acceptance.match(drawn, finite, tokens, TreeTable.of(shapes, batch.sampler.numbers), ks)
+        shapes = _shapes(draft.trees, draft.ks, indices)
+        parents = _put_parents(batch, shapes).tensor.view(len(ks), -1) if shapes else None
+        first_rows = _put_first_rows(batch, ks).tensor
+        table = match_verdict(drawn, finite, tokens[:, : max(ks)], first_rows, parents)
+        last_rows, emitted, row_finite = table[:, :3].unbind(1)
+        verdict = DeviceVerdict(last_rows, emitted, row_finite, table=table)
     return replace(verdict, drawn=padded(drawn, ks)) if draft.wants_drawn else verdict
-
-
-def _match_in_one(
-    batch: DraftBatch, drawn: Tensor, finite: Tensor, drafts: Tensor, ks: Seq[int], shapes: Seq[Parents]
-) -> DeviceVerdict:
-    """As acceptance.match(), or as tree_acceptance.match() for these shapes, by one operation."""
-    parents = _put_parents(batch, shapes).tensor.view(len(ks), -1) if shapes else None
-    table = match_verdict(drawn, finite, drafts, _put_first_rows(batch, ks).tensor, parents)
-    last_rows, tokens, row_finite = table[:, :3].unbind(1)
-    return DeviceVerdict(last_rows, tokens, row_finite, table=table)
 
 
 def _put_first_rows(batch: DraftBatch, ks: Seq[int]) -> Staged:

@@ -217,7 +217,7 @@ def attend(
     group = queries.shape[1] // kv_heads
     number = queries.dtype.type
     lows = np.empty(len(ends), np.int64)
-    most, whole = 0, 0
+    most, whole, before = 0, 0, 0
     for s in range(len(ends)):
         begin, end = first_rows[s], first_rows[s + 1]
         lows[s] = firsts[begin]
@@ -229,7 +229,6 @@ def attend(
     q = np.zeros((kv_heads, width if turned else places, places if turned else width), queries.dtype)
     sums = np.empty((kv_heads, most, width), queries.dtype)
     tops, totals = np.empty((kv_heads, most), queries.dtype), np.empty((kv_heads, most), queries.dtype)
-    before = 0
     for s in range(len(ends)):
         cost = work_of(ends[s] - lows[s], (first_rows[s + 1] - first_rows[s]) * group)
         first, last = heads_of_part(before, cost, kv_heads, whole * part // parts, whole * (part + 1) // parts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling import elementwise
-from engine.sampling.ragged import Lengths, is_draft, lengths, padded
+from engine.sampling.ragged import Lengths, lengths
 
 OVERLAP_SCALE = 1_000_000  # overlaps are integers, in millionths
 
@@ -71,27 +71,6 @@ class AcceptanceLaw:
 
     chances: Tensor  # [N, K] fp64: probability that a uniform number accepts at this position; 0 from k on
     log_scales: Tensor  # [N, K + 1] the emitted token after j acceptances follows max(scale_j · p − q, 0)
-
-
-def match(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> DeviceVerdict:
-    """Accept drafts while they equal what the target itself drew for their position (architecture R6).
-
-    drawn [R]: the target's draws, sequence-major, k + 1 per sequence; finite [R] bool: whether the draw's score is
-    finite. drafts [N, ≥ K]: row i holds k[i] ids, then anything; None when every k is 0. The emitted tokens are always
-    the target's own draws: the text cannot depend on the drafts, and an illegal id costs its sequence's draft only.
-
-    Example: drawn (7, 3, 9, 4), drafts (7, 3, 5), k = 3: two accepted, then token 9.
-    """
-    if drafts is None:
-        return DeviceVerdict(torch.zeros_like(drawn), drawn, finite)
-    table, row_finite = padded(drawn, ks), padded(finite, ks)  # [N, K + 1]
-    depth = table.shape[1] - 1
-    agrees = drafts[:, :depth] == table[:, :-1]
-    if min(ks) < depth:
-        agrees &= is_draft(ks, drawn.device)
-    accepted = agrees.cumprod(1).sum(1, keepdim=True)
-    all_finite = row_finite.cumprod(1).gather(1, accepted)  # 1 if every row up to the emitted token's is finite
-    return DeviceVerdict(accepted[:, 0], table.gather(1, accepted)[:, 0], all_finite[:, 0].bool())
 
 
 def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, ks: Lengths, lenience: Tensor) -> AcceptanceLaw:

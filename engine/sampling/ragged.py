@@ -38,11 +38,6 @@ def lengths(ks: Lengths, device: torch.device) -> Tensor:
     return ks.staged.tensor if isinstance(ks, Ragged) else index_tensor(ks, device)
 
 
-def is_draft(ks: Seq[int], device: torch.device) -> Tensor:
-    """[N, K] bool: whether the entry is one of the sequence's k drafts."""
-    return torch.arange(max(ks), device=device) < lengths(ks, device)[:, None]
-
-
 def padded(values: Tensor, ks: Seq[int]) -> Tensor:
     """[R, …] with k + 1 rows per sequence → [N, K + 1, …], filled up with the sequence's last row."""
     depth = max(ks)

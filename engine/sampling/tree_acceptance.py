@@ -18,8 +18,6 @@ from torch import Tensor
 
 from engine.device.staging import RoundNumbers, Staged
 from engine.sampling import acceptance
-from engine.sampling.acceptance import DeviceVerdict
-from engine.sampling.ragged import padded
 from engine.trees import Parents, depths, ranks
 
 NONE = -1
@@ -76,16 +74,6 @@ class TreeLaw:
     # [N, K + 1, vocab]: the log of the law that the row's last child is tried against, p if it has at most one child
     remaining: Tensor
     log_scales: Tensor  # [N] the emitted token follows max(scale · remaining − q, 0) if all children are rejected
-
-
-def match(drawn: Tensor, finite: Tensor, drafts: Tensor, table: TreeTable, ks: Seq[int]) -> DeviceVerdict:
-    """As acceptance.match: a node passes if its token is what the target itself drew for its parent's row. Only the
-    first of equal siblings can be reached."""
-    tokens, row_finite = padded(drawn, ks), padded(finite, ks)  # [N, K + 1]
-    passes = drafts[:, : tokens.shape[1] - 1] == tokens.gather(1, table.parent_rows.clamp(min=0))
-    visited = walk(passes, table)
-    last = visited[:, -1:]
-    return DeviceVerdict(last[:, 0], tokens.gather(1, last)[:, 0], row_finite.gather(1, visited).all(1))
 
 
 def rejection(logp: Tensor, logq: Tensor, drafts: Tensor, table: TreeTable, lenience: Tensor) -> TreeLaw:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.laws import NO_LAW, draft_laws
 from engine.sampling import acceptance
-from engine.sampling.ragged import is_draft
+from engine.sampling.ragged import Lengths, lengths
 from engine.types import Verifier
 
 VOCAB = 3
@@ -24,7 +24,14 @@ EXACT = 1e-12
 JUNK = -99  # a draft beyond a sequence's k
 
 Tree = list[Tensor]
+
 Cut = Callable[[Tensor], Tensor]
+
+
+def is_draft(ks: Lengths, device: torch.device) -> Tensor:
+    """[N, K] bool: whether the entry is one of the sequence's k drafts."""
+    known = lengths(ks, device)
+    return torch.arange(int(known.max()), device=device) < known[:, None]
 
 
 @dataclass(frozen=True, slots=True)

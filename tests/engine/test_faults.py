@@ -17,8 +17,9 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.models.feeds import Feed
 from engine.models.runner import Runner
-from engine.sampling import acceptance
-from engine.sampling.acceptance import DeviceVerdict, Verdict, match
+from engine.sampling import matching
+from engine.sampling.acceptance import Verdict
+from engine.sampling.matching import match
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load
@@ -363,12 +364,12 @@ def test_a_failed_verifier_is_tried_again(
 ) -> None:
     now = Sometimes(*range(0, 1000, 3))
 
-    def raising(*args: Any) -> DeviceVerdict:
+    def raising(*args: Any) -> Verdict:
         if now():
             raise RuntimeError("cannot tell")
         return match(*args)
 
-    monkeypatch.setattr(acceptance, "match", raising)
+    monkeypatch.setattr(matching, "match", raising)
     assert drive(engine, make_requests(), after_step=Checker(engine)).tokens == expected
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch, Offer
 from engine.engine import Engine
-from engine.sampling import acceptance
-from engine.sampling.acceptance import DeviceVerdict, Verdict, match
+from engine.sampling import matching
+from engine.sampling.acceptance import Verdict
 from engine.sequence import Sequence
+from engine.trees import Parents
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
 from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
@@ -204,13 +204,12 @@ def test_negative_control(
 ) -> None:
     """A verifier that keeps a wrong draft once in a while changes the text, and these tests see it."""
 
-    def careless(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> DeviceVerdict:
-        if drafts is not None and ks[0] == drafts.shape[1]:
-            drawn = drawn.clone()
-            drawn[0] = drafts[0, 0]
-        return match(drawn, finite, drafts, ks)
+    walk = matching.walk
 
-    monkeypatch.setattr(acceptance, "match", careless)
+    def careless(drawn: Seq[int], drafts: Seq[int], parents: Parents) -> list[int]:
+        return walk([*drafts[:1], *drawn[1:]] if len(drafts) == 4 else drawn, drafts, parents)
+
+    monkeypatch.setattr(matching, "walk", careless)
     tokens, _, _ = run_alone(engine, with_k(requests[:5], 4))
     assert tokens != {r.id: expected[r.id] for r in requests[:5]}
 

@@ -22,13 +22,12 @@ from torch import Tensor
 from engine.drafters.base import Draft, DraftBatch
 from engine.drafters.chain import ChainedDrafter
 from engine.engine import Engine
-from engine.sampling import acceptance, tree_acceptance
-from engine.sampling.acceptance import DeviceVerdict, Verdict
+from engine.sampling import acceptance, matching
+from engine.sampling.acceptance import Verdict
 from engine.sampling.exclusions import Exclusions
 from engine.sampling.noise import sequence_key
 from engine.sampling.penalties import PenaltyRows
-from engine.sampling.ragged import padded
-from engine.sampling.tree_acceptance import NONE, TreeTable, walk
+from engine.trees import trunk
 from engine.types import (
     DRAFTERS,
     VERIFIERS,
@@ -341,27 +340,13 @@ def test_alone(
         assert same(alone, mixed[job.name]), job.name
 
 
-def accept_all(drawn: Tensor, finite: Tensor, drafts: Tensor | None, ks: Seq[int]) -> DeviceVerdict:
-    accepted = torch.tensor(ks)
-    last = padded(drawn, ks).gather(1, accepted[:, None])[:, 0]
-    return DeviceVerdict(accepted, last, torch.ones(len(ks), dtype=torch.bool))
-
-
-def accept_all_first_children(
-    drawn: Tensor, finite: Tensor, drafts: Tensor, table: TreeTable, ks: Seq[int]
-) -> DeviceVerdict:
-    last = walk(table.parent_rows != NONE, table)[:, -1:]
-    return DeviceVerdict(last[:, 0], padded(drawn, ks).gather(1, last)[:, 0], torch.ones(len(ks), dtype=torch.bool))
-
-
 @pytest.mark.parametrize(
     "drafter", [pytest.param(d, marks=() if d in ("model", "prediction") else pytest.mark.proofs) for d in DRAFTERS]
 )
 def test_negative_control_a_verifier_that_accepts_everything(
     engine: Engine, whole: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch, drafter: DrafterName
 ) -> None:
-    monkeypatch.setattr(acceptance, "match", accept_all)
-    monkeypatch.setattr(tree_acceptance, "match", accept_all_first_children)  # `merged` drafts trees
+    monkeypatch.setattr(matching, "walk", lambda _drawn, _drafts, parents: trunk(parents))
     wanted = cells(whole, drafter, "match")[::2]
     results = got(hear(engine, [j.request() for j in wanted]))
     wrong = [j.params.temperature for j in wanted if not same(results[j.name], expected(j, plain))]

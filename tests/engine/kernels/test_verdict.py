@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.device.staging import RoundNumbers, Staging
 from engine.kernels.verdict import match_verdict, verdict_reference
-from engine.sampling import acceptance, tree_acceptance
+from engine.sampling.matching import match
 from engine.sampling.tree_acceptance import TreeTable
 from engine.trees import ROOT
 from tests.engine.kernels.faults import with_fault
@@ -53,17 +53,21 @@ def ragged(g: torch.Generator) -> tuple[list[int], Tensor, Tensor, Tensor]:
     return ks, drawn, finite, torch.randint(2, (len(ks), max(ks)), generator=g)
 
 
+def lists(drafts: Tensor, ks: list[int]) -> list[list[int]]:
+    return [row[:k] for row, k in zip(drafts.tolist(), ks, strict=True)]
+
+
 def check(run: Verdict, batches: int) -> set[int]:
     """Returns the numbers of accepted drafts."""
     g = torch.Generator().manual_seed(1)
     seen: set[int] = set()
     for _ in range(batches):
         ks, drawn, finite, drafts = ragged(g)
-        expected = acceptance.match(drawn, finite, drafts, ks)
+        expected = match(drawn.tolist(), finite.tolist(), lists(drafts, ks), {}, 2)
         table = run(drawn, finite, drafts, torch.tensor([*accumulate((k + 1 for k in ks), initial=0)]))
-        assert table[:, 0].tolist() == expected.last_rows.tolist()
-        assert table[:, 1].tolist() == expected.tokens.tolist()
-        assert table[:, 2].tolist() == expected.finite.tolist()
+        assert table[:, 0].tolist() == expected.accepted
+        assert table[:, 1].tolist() == [emitted[-1] for emitted in expected.emitted]
+        assert table[:, 2].tolist() == [not wrong for wrong in expected.non_finite]
         assert torch.equal(table[:, 3:], drafts)
         seen |= set(table[:, 0].tolist())
     return seen
@@ -74,7 +78,7 @@ def test_the_table_holds_the_verdict_and_the_drafts(run: Verdict) -> None:
 
 
 def check_trees(run: Verdict, batches: int) -> set[int]:
-    """Compares with tree_acceptance.match(). Returns the last rows."""
+    """Returns the last rows."""
     draw, g, seen = random.Random(4), torch.Generator().manual_seed(4), set[int]()
     for _ in range(batches):
         ks, drawn, finite, drafts = ragged(g)
@@ -82,12 +86,12 @@ def check_trees(run: Verdict, batches: int) -> set[int]:
         if not max(ks):
             continue
         table = TreeTable.of(shapes, RoundNumbers(Staging(torch.device("cpu"))))
-        expected = tree_acceptance.match(drawn, finite, drafts, table, ks)
+        expected = match(drawn.tolist(), finite.tolist(), lists(drafts, ks), dict(enumerate(shapes)), 2)
         starts = torch.tensor([*accumulate((k + 1 for k in ks), initial=0)])
         found = run(drawn, finite, drafts, starts, table.parent_rows)
-        assert found[:, 0].tolist() == expected.last_rows.tolist()
-        assert found[:, 1].tolist() == expected.tokens.tolist()
-        assert found[:, 2].tolist() == expected.finite.tolist()
+        assert found[:, 0].tolist() == [path[-1] + 1 if path else 0 for path in expected.paths.values()]
+        assert found[:, 1].tolist() == [emitted[-1] for emitted in expected.emitted]
+        assert found[:, 2].tolist() == [not wrong for wrong in expected.non_finite]
         assert torch.equal(found[:, 3:], drafts)
         seen |= set(found[:, 0].tolist())
     return seen

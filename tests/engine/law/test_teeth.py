@@ -23,10 +23,10 @@ from engine.sampling import acceptance, sampler
 from engine.sampling.acceptance import emitted_law, log_residual
 from engine.sampling.noise import DRAFT_STREAM, argmax, stream_key
 from engine.sampling.penalties import History, PenaltyRows
-from engine.sampling.ragged import is_draft
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import Verifier
+from tests.engine.enumeration import is_draft
 from tests.engine.kernels.faults import with_fault
 from tests.engine.law.checking import check, draw, law_of, refuses
 from tests.engine.law.configurations import SETTINGS, Configuration

@@ -17,7 +17,6 @@ from torch import Tensor
 from engine import trees
 from engine.device.staging import RoundNumbers, Staging
 from engine.sampling import acceptance, tree_acceptance
-from engine.sampling.ragged import is_draft
 from engine.sampling.tree_acceptance import TreeLaw, TreeTable
 from engine.trees import ROOT, Parents
 from tests.engine.enumeration import (
@@ -28,6 +27,7 @@ from tests.engine.enumeration import (
     Tree,
     batch_of,
     completed,
+    is_draft,
     pairs,
     random_tree,
     starts_of,

@@ -58,7 +58,7 @@ def random_round(seed: int, verifiers: tuple[Verifier, ...]) -> tuple[Callable[[
 def in_general(batch: DraftBatch, logits: Tensor) -> Verdict:
     """By the operations on tensors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "_is_plain", lambda *_: False)
+        patch.setattr(verification, "_on_device", lambda _: True)
         return verify(batch, Draft.none(len(batch.sequences)), logits)
 
 

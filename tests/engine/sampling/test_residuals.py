@@ -14,7 +14,6 @@ from torch import Tensor
 from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import acceptance, noise
 from engine.sampling.acceptance import first_failure, last_success, log_residual
-from engine.sampling.ragged import is_draft
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.types import SamplingParams, Verifier
@@ -32,6 +31,7 @@ from tests.engine.enumeration import (
     completed,
     emissions,
     expected_accepted,
+    is_draft,
     starts_of,
     target_law,
     worst,

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from engine import trees
-from engine.device.staging import RoundNumbers, Staging
 from engine.drafters.base import Draft, DraftBatch
 from engine.round import _logprobs
-from engine.sampling import tree_acceptance
 from engine.sampling.acceptance import OVERLAP_SCALE, Verdict
+from engine.sampling.matching import match
 from engine.sampling.sampler import Sampler
-from engine.sampling.tree_acceptance import TreeTable
 from engine.sequence import Sequence
 from engine.trees import ROOT, Parents
 from engine.types import SamplingParams, Verifier
-from engine.verification import copy_to_host, verify
+from engine.verification import verify
 from tests.engine.driving import make_sequence
 from tests.engine.tree_enumeration import all_orders
 
@@ -50,14 +48,9 @@ def test_match_walks_down_every_shape() -> None:
         for drafts in itertools.product((0, 1, VOCAB), repeat=size)
         if size < 4 or sum(drawn) + sum(drafts) in (3, 8)
     ]
-    ks = [len(shape) for _, _, shape in cases]
-    table = torch.tensor([[*drafts, *[0] * (4 - len(drafts))] for _, drafts, _ in cases])
-    drawn = torch.tensor([token for row, _, _ in cases for token in row])
-    shapes = [shape for _, _, shape in cases]
-    decided = tree_acceptance.match(
-        drawn, torch.ones_like(drawn).bool(), table, TreeTable.of(shapes, RoundNumbers(Staging(CPU))), ks
-    )
-    verdict = copy_to_host(decided, Draft(tuple(ks), table, trees=dict(enumerate(shapes))), 2)
+    drawn = [token for row, _, _ in cases for token in row]
+    shapes = {i: shape for i, (_, _, shape) in enumerate(cases)}
+    verdict = match(drawn, [True] * len(drawn), [list(drafts) for _, drafts, _ in cases], shapes, 2)
     for i, (row, drafts, shape) in enumerate(cases):
         path = walked(row, drafts, shape)
         assert verdict.paths[i] == path
