@@ -73,7 +73,7 @@ class BlockGroup(NamedTuple):
         return self.seen[window]
 
     def _rows(self, window: int | None) -> VisibleRows:
-        spans, nothing = self.spans, np.zeros_like(self.positions)
+        spans, nothing = self.spans, np.zeros(len(self.positions), np.int64)
         first = nothing if window is None else np.maximum(self.positions - (window - 1), 0)
         paths, ends = nothing, np.array([s.end for s in spans], np.int64)
         bases = ends  # of trees; without paths nobody asks
