@@ -1,4 +1,4 @@
-"""Makes a verdict of the target's logits: each sequence by its own verifier, all in one device-to-host copy (R8)."""
+"""Makes a verdict of the target's logits: each sequence by its own verifier. On a device all is one copy (R8)."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -34,9 +34,10 @@ def verify(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
     if draft.trees:
         _check_verifiers(batch, draft.trees)
         batch = replace(batch, sampler=batch.sampler.on_trees(draft.trees))
-    verdict, by_verifier = None, _by_verifier(batch)
+    by_verifier = _by_verifier(batch)
     if list(by_verifier) == ["match"] and not _on_device(batch):
-        return _match_on_host(batch, draft, logits)
+        return _match_on_host(batch, draft, logits, range(len(draft.ks)))
+    verdict: DeviceVerdict | None = None
     for name, indices in by_verifier.items():
         if name == "match":
             decided = _match(batch, draft, logits, indices)
@@ -88,17 +89,34 @@ def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> No
             put_law_rows(batch, expected_law_rows(batch, ks, trees, indices))
 
 
-def _match_on_host(batch: DraftBatch, draft: Draft, logits: Tensor) -> Verdict:
-    """As the rest of verify(), without its operations on tensors of a few numbers."""
-    rows, _ = _rows(batch, draft.ks, range(len(draft.ks)))
-    drawn, finite = (found.tolist() for found in batch.sampler.draw(logits, rows, draft.tokens))
+def _match_on_host(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -> Verdict:
+    """The verdict on these sequences under match, without operations on tensors of a few numbers. On a CPU only."""
+    if draft.tokens is None and not draft.trees:
+        drawn, finite = batch.sampler.draw(logits, [batch.sampler.offsets[i] for i in indices])
+        return Verdict.without_drafts(drawn.tolist(), finite.tolist())
+    rows, ks = _rows(batch, draft.ks, indices)
+    draws, fine = (found.tolist() for found in batch.sampler.draw(logits, rows, draft.tokens))
     table = [[]] * len(draft.ks) if draft.tokens is None else draft.tokens.tolist()
-    drafts = [row[:k] for row, k in zip(table, draft.ks, strict=True)]
-    verdict = matching.match(drawn, finite, drafts, draft.trees, logits.shape[-1])
+    drafts = [table[i][:k] for i, k in zip(indices, ks, strict=True)]
+    trees = {n: draft.trees[i] for n, i in enumerate(indices) if i in draft.trees}
+    verdict = matching.match(draws, fine, drafts, trees, logits.shape[-1])
     if not draft.wants_drawn:
         return verdict
-    ends = list(accumulate(k + 1 for k in draft.ks))
-    return replace(verdict, drawn=[drawn[end - k - 1 : end] for end, k in zip(ends, draft.ks, strict=True)])
+    ends = accumulate([k + 1 for k in ks])
+    return replace(verdict, drawn=[draws[end - k - 1 : end] for end, k in zip(ends, ks, strict=True)])
+
+
+def _on_tensors(verdict: Verdict) -> DeviceVerdict:
+    """A verdict of the host beside those of other verifiers."""
+    paths, depth = verdict.paths, max(map(len, verdict.drawn), default=0)
+    rows = [paths[i][-1] + 1 if paths.get(i) else accepted for i, accepted in enumerate(verdict.accepted)]
+    drawn = [[*row, *row[-1:] * (depth - len(row))] for row in verdict.drawn]
+    return DeviceVerdict(
+        torch.tensor(rows),
+        torch.tensor([emitted[-1] for emitted in verdict.emitted]),
+        ~torch.tensor(verdict.non_finite),
+        drawn=torch.tensor(drawn) if drawn else None,
+    )
 
 
 Way = Verifier | Literal["typical"]  # in which drafts are judged
@@ -115,13 +133,15 @@ def _by_verifier(batch: DraftBatch) -> dict[Way, list[int]]:
 
 def _match(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -> DeviceVerdict:
     logits, rows, ks = _select_rows(batch, draft, logits, indices)
+    if not _on_device(batch):
+        return _on_tensors(_match_on_host(batch, draft, logits, indices))
     drawn, finite = batch.sampler.draw(logits, rows, draft.tokens)
     tokens = draft.tokens
-    if tokens is not None and len(indices) < len(batch.sequences):
-        tokens = tokens[batch.sampler.numbers.index(indices).tensor]
     if tokens is None or not max(ks):
         verdict = DeviceVerdict(torch.zeros_like(drawn), drawn, finite)
     else:
+        if len(indices) < len(batch.sequences):
+            tokens = tokens[batch.sampler.numbers.index(indices).tensor]
         shapes = _shapes(draft.trees, draft.ks, indices)
         parents = _put_parents(batch, shapes).tensor.view(len(ks), -1) if shapes else None
         first_rows = _put_first_rows(batch, ks).tensor

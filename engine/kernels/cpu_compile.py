@@ -49,12 +49,13 @@ def compiled_exactly(function: Function) -> Any:
 
 
 def inlined(function: Function) -> Any:
-    """The function as a part of the compiled code that calls it, with the caller's order of sums.
+    """The function as a part of the compiled code that calls it, with the caller's options.
 
     LLVM optimises a compiled function again in each one that calls it. This saves that time where a long function has
-    one caller. More callers, or several levels of these, take longer: Numba then works on ever longer functions.
+    one caller. If all functions were like this it would take longer, because Numba would work on one very long
+    function. Where an argument is a constant of the call, Numba leaves out the branches that it rules out.
     """
-    return njit(nogil=True, error_model="numpy", inline="always")(function)
+    return njit(inline="always")(function)
 
 
 def _shared(dispatcher: Any) -> Any:

@@ -21,8 +21,8 @@ def match_verdict(
     drawn [R] int64: the target's draws, sequence-major, k + 1 per sequence. finite [R] bool: whether the score of each
     draw is finite. drafts [N, K] int64: row i holds k[i] ≤ K ids, then anything. first_rows [N + 1] int64 or int32: the
     first row of each sequence, then the end of the last one's; R may exceed it. Ignore the entries of a sequence
-    without rows: it fills up a batch. parents [N, K] int64: the drafts are trees, and
-    each node's parent has this row of its sequence, at most the node's own number; −1: no node. None: chains.
+    without rows: it fills up a batch. parents [N, K] int64: the drafts are trees, and each node's parent has this row
+    of its sequence, at most the node's own number; −1: no node. None: chains.
 
     Returns [N, 3 + K] int64: the row of the sequence that gives the recovered or bonus token, which is the number of
     accepted drafts of a chain; this token; 1 if every row that was visited is finite, else 0; the drafts.

@@ -38,7 +38,7 @@ class Verdict:
     # other sequences are chains, of which the first `accepted` were.
     paths: Mapping[int, list[int]] = field(default_factory=dict)
     # If the draft wants it: the target's token behind the last committed token and behind each draft, which is its own
-    # draw under match, else its most likely token. Entries beyond a sequence's drafts mean nothing.
+    # draw under match, else its most likely token. There may be more than k + 1 entries, which mean nothing.
     drawn: list[list[int]] = field(default_factory=list)
     last_rows: Tensor | None = (
         None  # as DeviceVerdict's, still on the device, for what else a round with trees does there
@@ -59,7 +59,7 @@ class DeviceVerdict:
     # is the number of accepted drafts; in a tree, one more than the last accepted node.
     last_rows: Tensor
     tokens: Tensor  # int64: the recovered or bonus token
-    finite: Tensor  # bool: whether the emitted tokens were drawn from finite scores
+    finite: Tensor  # bool, or 1 and 0: whether the emitted tokens were drawn from finite scores
     overlaps: Tensor | None = None  # [N, ≤ K] int64: see `overlaps`; −1: no draft
     drawn: Tensor | None = None  # [N, ≤ K + 1] int64: see `drawn`
     table: Tensor | None = None  # [N, 3 + K] int64: last_rows, tokens, finite and the drafts, where they lie together

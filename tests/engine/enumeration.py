@@ -24,7 +24,6 @@ EXACT = 1e-12
 JUNK = -99  # a draft beyond a sequence's k
 
 Tree = list[Tensor]
-
 Cut = Callable[[Tensor], Tensor]
 
 

@@ -202,11 +202,11 @@ def test_any_drafter_gives_the_same_text(pair: Pair, requests: list[Request], ex
 def test_negative_control(
     engine: Engine, requests: list[Request], expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A verifier that keeps a wrong draft once in a while changes the text, and these tests see it."""
+    """A verifier that keeps the first of four drafts, right or wrong, changes the text, and these tests see it."""
 
     walk = matching.walk
 
-    def careless(drawn: Seq[int], drafts: Seq[int], parents: Parents) -> list[int]:
+    def careless(drawn: Seq[int], drafts: Seq[int], parents: Parents | None) -> Seq[int]:
         return walk([*drafts[:1], *drawn[1:]] if len(drafts) == 4 else drawn, drafts, parents)
 
     monkeypatch.setattr(matching, "walk", careless)

@@ -27,7 +27,7 @@ from engine.sampling.acceptance import Verdict
 from engine.sampling.exclusions import Exclusions
 from engine.sampling.noise import sequence_key
 from engine.sampling.penalties import PenaltyRows
-from engine.trees import trunk
+from engine.trees import chain, trunk
 from engine.types import (
     DRAFTERS,
     VERIFIERS,
@@ -346,7 +346,7 @@ def test_alone(
 def test_negative_control_a_verifier_that_accepts_everything(
     engine: Engine, whole: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch, drafter: DrafterName
 ) -> None:
-    monkeypatch.setattr(matching, "walk", lambda _drawn, _drafts, parents: trunk(parents))
+    monkeypatch.setattr(matching, "walk", lambda _, drafts, parents: trunk(parents or chain(len(drafts))))
     wanted = cells(whole, drafter, "match")[::2]
     results = got(hear(engine, [j.request() for j in wanted]))
     wrong = [j.params.temperature for j in wanted if not same(results[j.name], expected(j, plain))]

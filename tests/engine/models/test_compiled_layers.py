@@ -349,15 +349,24 @@ def test_threads_with_rows_of_their_own_read_their_inputs_and_keep_their_states(
     assert torch.allclose(ours, theirs, atol=1e-9)
 
 
-def test_the_memory_of_a_long_pass_is_measured(checkpoint: Callable[[str], str]) -> None:
+def test_the_memory_of_a_long_pass_is_measured(
+    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What NumPy and compiled code allocate would not be counted."""
-    decoder, measured = load_alone(checkpoint("llama")), list[int]()
-    for model in (all_compiled(decoder), replace(decoder, few_rows=None)):
+    decoder = load_alone(checkpoint("llama"))
+    model = all_compiled(decoder)
+
+    def measured(model: Decoder) -> int:
         with torch.inference_mode():
             ids, attention = _pass(model, texts=3, rows=50)
-            measured.append(measure_activations(partial(model.add_layers, model.embedding[ids], attention), CPU))
-    ours, theirs = measured
+            return measure_activations(partial(model.add_layers, model.embedding[ids], attention), CPU)
+
+    ours, theirs = measured(model), measured(replace(decoder, few_rows=None))
     assert theirs / 2 < ours < 3 * theirs
+    layers, states = few_rows_of(model), 150 * decoder.config.hidden_size * 8
+    allocated = sum(array.nbytes for array in layers._room(150)) + 2 * states + layers._kernel_bytes(150, 1)
+    monkeypatch.setattr(compiled_layers, "counted_memory", lambda _: None)
+    assert measured(model) < allocated <= ours
 
 
 def _pass(model: Decoder, texts: int, rows: int) -> tuple[Tensor, Any]:

@@ -1,4 +1,4 @@
-"""Rounds without drafts on the CPU: verify() decides without tensors what it decides with them."""
+"""Rounds on a CPU: verify() decides about match without tensors what it decides with them."""
 
 import random
 from collections.abc import Callable
@@ -82,6 +82,47 @@ def test_plain_rounds_make_no_verdict_of_tensors(monkeypatch: pytest.MonkeyPatch
     make, logits = random_round(3, ("match",))
     for each in (logits, logits.bfloat16()):
         assert len(verify(make(), Draft.none(len(logits)), each).emitted) == len(logits)
+
+
+def random_draft(seed: int, ks: list[int], vocab: int) -> Draft:
+    """Chains and trees of few tokens, some ids illegal, in a table wider than the longest."""
+    rng = random.Random(seed)
+    ids = torch.tensor([[rng.choice([0, 0, 0, 1, 1, 1, 2, -1, vocab]) for _ in range(max(ks) + 2)] for _ in ks])
+    shapes = {i: tuple(rng.randrange(-1, node) for node in range(k)) for i, k in enumerate(ks) if rng.random() < 0.5}
+    return Draft(tuple(ks), ids, trees=shapes, wants_drawn=rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("verifiers", [("match",), ("match", "match", "rejection")])
+def test_drafts_are_judged_as_by_operations_on_tensors(
+    verifiers: tuple[Verifier, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted, non_finite, paths = set[int](), 0, 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        make, plain = random_round(seed, verifiers)
+        vocab, ks = plain.shape[1], [rng.randint(0, 5) for _ in plain]
+        draft = random_draft(seed, ks, vocab)
+        rows = torch.randn(sum(ks) + len(ks), vocab, generator=torch.Generator().manual_seed(seed))
+        rows[:, :2] += 9
+        rows[rng.randrange(len(rows)), 1] = nan
+        sequences = make().sequences
+
+        def decide(on_device: bool) -> Verdict:
+            batch = DraftBatch(sequences, Sampler(sequences, ks, vocab, CPU))  # noqa: B023
+            with monkeypatch.context() as patch:
+                if on_device:
+                    patch.setattr(verification, "_on_device", lambda _: True)
+                return replace(verify(batch, draft, rows), last_rows=None)  # noqa: B023
+
+        ours, theirs = decide(False), decide(True)
+        assert len(ours.drawn) == len(ks) * draft.wants_drawn
+        ours, theirs = (replace(v, drawn=[row[: k + 1] for row, k in zip(v.drawn, ks)]) for v in (ours, theirs))  # noqa: B905
+        assert ours == theirs, seed
+        accepted |= set(ours.accepted)
+        non_finite, paths = non_finite + sum(ours.non_finite), paths + sum(map(bool, ours.paths.values()))
+    assert accepted >= {0, 1, 2, 3}
+    assert non_finite > 20
+    assert paths > 100
 
 
 def test_a_tree_without_drafts_has_a_path() -> None:

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import trees
+from engine import trees, verification
 from engine.drafters.base import Draft, DraftBatch
+from engine.kernels.verdict import match_verdict
 from engine.round import _logprobs
-from engine.sampling.acceptance import OVERLAP_SCALE, Verdict
+from engine.sampling.acceptance import OVERLAP_SCALE, DeviceVerdict, Verdict
 from engine.sampling.matching import match
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from engine.trees import ROOT, Parents
 from engine.types import SamplingParams, Verifier
-from engine.verification import verify
+from engine.verification import copy_to_host, verify
 from tests.engine.driving import make_sequence
 from tests.engine.tree_enumeration import all_orders
 
@@ -38,7 +39,20 @@ def walked(drawn: Seq[int], drafts: Seq[int], shape: Parents) -> list[int]:
         row = below[0] + 1
 
 
-def test_match_walks_down_every_shape() -> None:
+def by_operation(drawn: list[int], drafts: list[list[int]], shapes: dict[int, Parents]) -> Verdict:
+    ks = [len(tokens) for tokens in drafts]
+    fill = [[0] * (max(ks) - k) for k in ks]
+    table = torch.tensor([tokens + more for tokens, more in zip(drafts, fill, strict=True)])
+    parents = torch.tensor([[*(p + 1 for p in shapes[i]), *(-1 for _ in fill[i])] for i in range(len(ks))])
+    first_rows = torch.tensor([*itertools.accumulate((k + 1 for k in ks), initial=0)])
+    found = match_verdict(torch.tensor(drawn), torch.ones(len(drawn)).bool(), table, first_rows, parents)
+    rows, tokens, finite = found[:, :3].unbind(1)
+    decided = DeviceVerdict(rows, tokens, finite, table=found)
+    return copy_to_host(decided, Draft(tuple(ks), table, trees=shapes), 2)
+
+
+@pytest.mark.parametrize("way", ["host", "operation"])
+def test_match_walks_down_every_shape(way: str) -> None:
     """All shapes of up to four nodes in every order, with all drafts and draws of two tokens, as one ragged batch."""
     cases = [
         (drawn, drafts, shape)
@@ -51,6 +65,8 @@ def test_match_walks_down_every_shape() -> None:
     drawn = [token for row, _, _ in cases for token in row]
     shapes = {i: shape for i, (_, _, shape) in enumerate(cases)}
     verdict = match(drawn, [True] * len(drawn), [list(drafts) for _, drafts, _ in cases], shapes, 2)
+    if way == "operation":
+        verdict = by_operation(drawn, [list(drafts) for _, drafts, _ in cases], shapes)
     for i, (row, drafts, shape) in enumerate(cases):
         path = walked(row, drafts, shape)
         assert verdict.paths[i] == path
@@ -148,7 +164,7 @@ def test_overlaps_are_told_of_the_nodes_that_were_tried() -> None:
             assert verdict.overlaps[i][0] == pytest.approx(exact, abs=0.51 / OVERLAP_SCALE)
 
 
-def test_everything_comes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_comes_in_one_copy_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences, draft, logits = batch_of(KINDS * 2)
     sampler, copies, tolist = Sampler(sequences, draft.ks, VOCAB, CPU), list[tuple[int, ...]](), Tensor.tolist
 
@@ -158,6 +174,7 @@ def test_everything_comes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Tensor, "tolist", counting)
     monkeypatch.setattr(Tensor, "item", None)
+    monkeypatch.setattr(verification, "_on_device", lambda _: True)
     verify(DraftBatch(tuple(sequences), sampler), draft, logits)
     assert copies == [(len(sequences), 3 + 2 * max(draft.ks))]
 
