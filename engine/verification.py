@@ -91,11 +91,10 @@ def prepare(batch: DraftBatch, ks: Seq[int], trees: Mapping[int, Parents]) -> No
 
 def _match_on_host(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -> Verdict:
     """The verdict on these sequences under match, without operations on tensors of a few numbers. On a CPU only."""
-    if draft.tokens is None and not draft.trees:
-        drawn, finite = batch.sampler.draw(logits, [batch.sampler.offsets[i] for i in indices])
-        return Verdict.without_drafts(drawn.tolist(), finite.tolist())
-    rows, ks = _rows(batch, draft.ks, indices)
+    logits, rows, ks = _select_rows(batch, draft, logits, indices)
     draws, fine = (found.tolist() for found in batch.sampler.draw(logits, rows, draft.tokens))
+    if draft.tokens is None and not draft.trees:
+        return Verdict.without_drafts(draws, fine)
     table = [[]] * len(draft.ks) if draft.tokens is None else draft.tokens.tolist()
     drafts = [table[i][:k] for i, k in zip(indices, ks, strict=True)]
     trees = {n: draft.trees[i] for n, i in enumerate(indices) if i in draft.trees}
@@ -132,9 +131,9 @@ def _by_verifier(batch: DraftBatch) -> dict[Way, list[int]]:
 
 
 def _match(batch: DraftBatch, draft: Draft, logits: Tensor, indices: Seq[int]) -> DeviceVerdict:
-    logits, rows, ks = _select_rows(batch, draft, logits, indices)
     if not _on_device(batch):
         return _on_tensors(_match_on_host(batch, draft, logits, indices))
+    logits, rows, ks = _select_rows(batch, draft, logits, indices)
     drawn, finite = batch.sampler.draw(logits, rows, draft.tokens)
     tokens = draft.tokens
     if tokens is None or not max(ks):

@@ -42,10 +42,10 @@ def type_of_sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def counted_memory(num_bytes: int) -> Tensor | None:
+def counted_memory(num_bytes: Callable[[], int]) -> Tensor | None:
     """Stands for memory that compiled code allocates by itself, while torch's profiler counts memory; None otherwise.
     Keep it as long as that memory."""
-    return torch.empty(num_bytes, dtype=torch.uint8) if torch._C._autograd._profiler_enabled() else None
+    return torch.empty(num_bytes(), dtype=torch.uint8) if torch._C._autograd._profiler_enabled() else None
 
 
 def in_parts(function: Callable[..., None], read_bytes: int, *given: Any) -> None:

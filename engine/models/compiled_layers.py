@@ -94,8 +94,10 @@ class CompiledLayers:
         room, work = self._room(x.shape[0]), self._work(x.shape[0], reader.read_bytes(group))
         arrays = states.numpy(), np.zeros(x.shape, self._number), np.empty(x.shape, self._number)
         # NumPy's memory is there in a tenth of the time of torch's, but torch's profiler does not see it.
-        own_bytes = sum([array.nbytes for array in (*room, *arrays[1:])])
-        counted = counted_memory(own_bytes + self._kernel_bytes(len(room[0]), parts_of(work)))
+        own = (*room, *arrays[1:])
+        counted = counted_memory(
+            lambda: sum(array.nbytes for array in own) + self._kernel_bytes(len(x), parts_of(work))
+        )
         given = self._nothing if inputs is None else inputs.to(self._wide).contiguous().numpy()
         positions, rows = attention.positions.numpy(), attention.plan.cache_rows.numpy()
         layers = np.array([] if watched is None else watched.layers, np.int64)
