@@ -304,6 +304,8 @@ def _select_rows(
 def _rows(batch: DraftBatch, ks: Seq[int], indices: Seq[int]) -> tuple[list[int], Seq[int]]:
     """(rows of the sampler, ks) of these sequences, of all the batch's ks."""
     sampler, own = batch.sampler, [ks[i] for i in indices]
+    if not any(own):  # plain rounds
+        return [sampler.offsets[i] for i in indices], Ragged.put(own, sampler.numbers)
     rows = [sampler.offsets[i] + j for i, k in zip(indices, own, strict=True) for j in range(k + 1)]
     return rows, Ragged.put(own, sampler.numbers)
 
