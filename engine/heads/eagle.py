@@ -55,7 +55,8 @@ class EagleHead:
     norm_output: bool  # whether the next row reads the output behind the final norm
     vocabulary: Tensor | None  # [draft vocab] int64: the target's id of each token that it drafts; None: all, in order
     state_width: int  # numbers of the target's states that it reads of a position
-    own_bytes: int  # of the weights that it does not share with the target
+    own_products: tuple[Product, ...]  # that it does not share with the target
+    own_embedding_bytes: int  # 0: the embedding is the target's
 
     @property
     def config(self) -> DecoderConfig:
@@ -71,7 +72,8 @@ class EagleHead:
 
     @property
     def weight_bytes(self) -> int:
-        return self.own_bytes
+        """Of what it does not share with the target."""
+        return self.own_embedding_bytes + sum(product.num_bytes for product in self.own_products)
 
     def project(self, states: Tensor) -> Tensor:
         """The target's states [N, len(layers) · target hidden] → g [N, hidden], as the rows of a pass read them."""

@@ -21,15 +21,16 @@ from engine.models.layer import Layer, Norm, no_norm
 from engine.models.loader import Checkpoint, LayerReader
 from engine.models.model_families import read_config
 from engine.models.norm import RMSNorm
-from engine.models.products import AS_IS, ProductMaker, Weights
+from engine.models.products import AS_IS, ProductMaker, Weight, Weights
 from engine.models.rope import RopeSize, rotation_table
-from engine.models.shards import Shards, TensorSource
+from engine.models.shards import Part, Shards, TensorSource
 from engine.models.tokenizer_files import read_object
 from engine.models.traits import PRE_NORM, NormNames
 
 log = logging.getLogger(__name__)
 
 NOT_READ = ("t2d", "rotary_emb.inv_freq")  # d2t and config.json say the same
+OUTPUT = "lm_head.weight"  # missing where the target's is used
 WITHOUT_INPUT_NORM = NormNames(before_mlp="post_attention_layernorm")  # EAGLE's first layer
 
 
@@ -196,7 +197,7 @@ class _Reader:
         c = self._checkpoint
         eagle3, hidden = c.kind == "eagle3", c.shape.hidden_size
         embedding, vocabulary = self._embedding(), self._vocabulary()
-        output, output_bytes = self._output()
+        output = self._output()
         fuse_width = len(c.layers) * c.target_width if eagle3 else 2 * hidden
         if eagle3:
             _check_target(
@@ -206,7 +207,6 @@ class _Reader:
         first = self._layer_prefix(0)
         fuse = self.make(self._matrix("fc.weight", hidden, fuse_width), self._optional("fc.bias", hidden))
         products = [fuse, *(p for layer in layers for p in (layer.qkv, layer.out, *layer.mlp.products))]
-        own_embedding = 0 if embedding is self._target.embedding else embedding.nbytes
         size = RopeSize(c.shape.head_dim, max_len, c.shape.max_position_embeddings)
         ropes = (rotation_table(rope, size, self._dtype, self._device) for rope in c.shape.traits.ropes)
         rotations, on_cpu = tuple(ropes), self._device.type == "cpu"
@@ -229,7 +229,8 @@ class _Reader:
             norm_output=c.norm_output,
             vocabulary=vocabulary,
             state_width=len(c.layers) * c.target_width,
-            own_bytes=sum(p.num_bytes for p in products) + own_embedding + output_bytes,
+            own_products=(*products, *([output] if OUTPUT in self._names else [])),
+            own_embedding_bytes=0 if embedding is self._target.embedding else embedding.nbytes,
         )
 
     def refuse_unread(self) -> None:
@@ -272,18 +273,17 @@ class _Reader:
             )
         return theirs
 
-    def _output(self) -> tuple[Any, int]:
-        """(the product that gives the logits, bytes of its own weight)."""
-        c, name = self._checkpoint, "lm_head.weight"
+    def _output(self) -> Any:
+        """The product that gives the logits."""
+        c, name = self._checkpoint, OUTPUT
         if name in self._names:
-            product = self.make.head(self._source.read(name, (c.draft_vocab, c.shape.hidden_size)))
-            return product, product.num_bytes
+            return self.make.head(self._source.weight([Part(name, (c.draft_vocab, c.shape.hidden_size))]))
         if c.draft_vocab != c.shape.vocab_size or c.shape.hidden_size != c.target_width:
             raise ConfigError(
                 f"{c.path} holds no {name}, and the target's does not fit: {c.draft_vocab} tokens and hidden size "
                 f"{c.shape.hidden_size} are asked for"
             )
-        return self._target.head, 0
+        return self._target.head
 
     def _vocabulary(self) -> Tensor | None:
         """The target's ids of the head's tokens, from d2t: differences between both ids; None: they are the same."""
@@ -299,8 +299,8 @@ class _Reader:
             raise ConfigError(f"{c.path}: d2t must name {c.draft_vocab} different tokens of the target")
         return None if torch.equal(ids, torch.arange(c.shape.vocab_size)) else ids.to(self._device)
 
-    def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        return self._source.read(self._rooted(name), (rows, columns))
+    def _matrix(self, name: str, rows: int, columns: int) -> Weight:
+        return self._source.weight([Part(self._rooted(name), (rows, columns))])
 
     def _optional(self, name: str, size: int) -> Tensor | None:
         return self._source.read(self._rooted(name), (size,)) if self._rooted(name) in self._names else None

@@ -31,6 +31,7 @@ from engine.kernels.cpu_integers import ACTIVATION, NEIGHBOURS, OFFSET
 from engine.kernels.cpu_meeting import ENDED as ENDED
 from engine.kernels.cpu_meeting import meet
 from engine.kernels.cpu_panels import ROWS as ROWS
+from engine.kernels.cpu_panels import is_coded
 from engine.kernels.cpu_products import bounds, multiply_some, round_rows
 from engine.kernels.cpu_vectors import dot, store_row
 
@@ -50,13 +51,13 @@ def product(x: Any, given: Any, first: int, last: int, out: Any) -> None:
 
 @overload(product, strict=False)
 def _product(x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
-    if isinstance(given[0], types.BaseTuple) and x.dtype == types.float64:
+    if is_coded(given[0]) and x.dtype == types.float64:
 
         def narrowed(x: Any, given: Any, first: int, last: int, out: Any) -> None:
             product(x.astype(np.float32), given, first, last, out)
 
         return narrowed
-    if isinstance(given[0], types.BaseTuple):
+    if is_coded(given[0]):
 
         def coded(x: Any, given: Any, first: int, last: int, out: Any) -> None:
             weight, bias = given

@@ -66,9 +66,15 @@ def neighbours_of(stored: Any) -> int:
     return NEIGHBOURS if stored == types.int8 else 2 if stored == types.uint16 and HAS_PAIRS else 1
 
 
+def is_coded(weight: Any) -> bool:
+    """Whether a weight of this type is codes with steps. Otherwise it is numbers."""
+    return isinstance(weight, types.BaseTuple) and len(weight) > 1
+
+
 def _arithmetic(x: Any, panels: Any) -> Arithmetic:
     """x, panels: Numba's types of the arrays."""
-    stored, neighbours = panels.dtype, neighbours_of(panels.dtype)
+    stored = panels.dtype
+    neighbours = neighbours_of(stored) if stored in (types.int8, x.dtype) else 1
     if stored == types.int8:
         channels, row = AT_ONCE // neighbours, ir.VectorType(ir.IntType(x.dtype.bitwidth), AT_ONCE)
         return Arithmetic(
@@ -168,17 +174,17 @@ def multiply_panel(
     """(x [n, width], row, rows, weight: panels [m, width · PANEL], panel, bias [channels], channel, out [n, channels]):
     out[row, channel …] becomes the products of x[row] with the panel, plus the bias, and so for `rows` rows.
 
-    For 8-bit integers x is (codes [n, width], steps [n]), and weight (panels, steps [channels], what OFFSET adds to the
-    sums, int32 [channels]); both steps multiply the sums.
+    weight may also be (panels,), as multiply_some has it. For 8-bit integers x is (codes [n, width], steps [n]), and
+    weight (panels, steps [channels], what OFFSET adds to the sums, int32 [channels]); both steps multiply the sums.
     """
-    coded = isinstance(weight, types.BaseTuple)
+    in_tuple, coded = isinstance(weight, types.BaseTuple), is_coded(weight)
 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         given, first, count, weights, number, added, start, written = arguments
         ends = _emit_scaling if coded else _emit_bias
         end = ends(context, builder, (x, weight, bias, out), (given, weights, added))
         numbers, kind = (cgutils.unpack_tuple(builder, given)[0], x[0]) if coded else (given, x)
-        panels, stored = (cgutils.unpack_tuple(builder, weights)[0], weight[0]) if coded else (weights, weight)
+        panels, stored = (cgutils.unpack_tuple(builder, weights)[0], weight[0]) if in_tuple else (weights, weight)
         _emit_tiles(context, builder, (kind, stored, out), (numbers, first, count, panels, number, start, written), end)
         return context.get_dummy_value()
 

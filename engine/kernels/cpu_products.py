@@ -70,8 +70,9 @@ def multiply_some(x: Any, weight: Any, bias: Any, first: int, last: int, out: An
     """out [rows, channels ≥ PANEL] = x [rows, inner] · weightᵀ + bias for the channels first … last − 1, and others of
     their panels.
 
-    weight: panels, where integers stand for numbers of 16 bits; x, bias and out are fp32 then. For 8-bit integers see
-    `multiply_panel`; x is what `round_rows` makes. All rows multiply a panel before the next one is read.
+    weight: panels, where integers stand for numbers of 16 bits; x, bias and out are fp32 then. (panels,): they are
+    multiplied by x as it is, also where the CPU multiplies bfloat16 numbers. For 8-bit integers see `multiply_panel`;
+    x is what `round_rows` makes. All rows multiply a panel before the next one is read.
     """
     (rows, channels), numbers = out.shape, as_multiplied(x, weight)
     tiles = (rows + ROWS - 1) // ROWS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.models.attention import Attention
-from engine.models.compiled import as_stored, compiled_module, counted_memory, parts_of, together, type_of_sums
+from engine.models.compiled import compiled_module, counted_memory, parts_of, together, type_of_sums
 from engine.models.compiled_products import LEAST_CHANNELS, Panels, coded_weight, wide_bias_of
 from engine.models.cpu_attention import scoring_numbers
 from engine.models.decoder import DecoderConfig, WatchedStates
@@ -172,8 +172,8 @@ class CompiledLayers:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """A layer's products take so many bytes in one form."""
-        return sum(p.num_bytes // max(1, len(p.forms)) for p in products_of(self._layers[0]))
+        """A layer's products take so many bytes in compiled code."""
+        return sum(product.compiled_bytes for product in products_of(self._layers[0]))
 
     @cached_property
     def _widths(self) -> tuple[int, int]:
@@ -227,7 +227,7 @@ class CompiledLayers:
         if isinstance(kept, Int8Weight):
             return coded_weight(kept.packed, kept.steps, product.bias)
         assert isinstance(kept, Panels)
-        return as_stored(kept.numbers), wide_bias_of(product.bias, product.shape[0], self._wide)
+        return kept.stored, wide_bias_of(product.bias, product.shape[0], self._wide)
 
 
 def _kind(known: Any) -> Any:

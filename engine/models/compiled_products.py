@@ -26,6 +26,17 @@ class Panels:
 
     numbers: Tensor  # [panels, width · PANEL]
     shape: torch.Size  # of the weight, with the channels that were added
+    exact: bool = False  # whether numbers of 16 bits are multiplied in fp32, as if they had been widened before
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is multiplied with them."""
+        return torch.float32 if self.exact else self.numbers.dtype
+
+    @property
+    def stored(self) -> Any:
+        """As compiled code takes them."""
+        return (as_stored(self.numbers),) if self.exact else as_stored(self.numbers)
 
     @property
     def num_bytes(self) -> int:
@@ -36,12 +47,12 @@ def has_compiled_products() -> bool:
     return compiled_module("cpu_products") is not None
 
 
-def panels_of(weight: Tensor) -> Panels:
-    """weight [out ≥ LEAST_CHANNELS, in] of numbers or int8."""
+def panels_of(weight: Tensor, *, exact: bool = False) -> Panels:
+    """weight [out ≥ LEAST_CHANNELS, in] of numbers or int8. exact: see Panels; only for numbers of 16 bits."""
     out, inner = weight.shape
     module = compiled_module("cpu_products")
     assert module is not None, "has_compiled_products() asks first"
-    neighbours = module.neighbours_in(as_stored(weight))
+    neighbours = 1 if exact else module.neighbours_in(as_stored(weight))
     weight = F.pad(weight, (0, -inner % neighbours)) if inner % neighbours else weight.contiguous()
     if weight.storage_offset() % neighbours:
         weight = weight.clone()
@@ -52,14 +63,14 @@ def panels_of(weight: Tensor) -> Panels:
     panels[:whole].copy_(words[: whole * channels].view(whole, channels, width).mT)
     if len(panels) > whole:
         panels[-1].copy_(words[-channels:].t())
-    return Panels(panels.view(len(panels), -1).view(weight.dtype), torch.Size((out, inner)))
+    return Panels(panels.view(len(panels), -1).view(weight.dtype), torch.Size((out, inner)), exact)
 
 
 def compiled_product(weight: Panels, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """y = x Wᵀ + b. Sums are fp32 or fp64, and rounded once."""
     module = compiled_module("cpu_products")
     assert module is not None, "panels_of() asked"
-    multiply, stored, dtype = module.multiply, as_stored(weight.numbers), weight.numbers.dtype
+    multiply, stored, dtype = module.multiply, weight.stored, weight.dtype
     sums, channels, num_bytes, most = type_of_sums(dtype), weight.shape[0], weight.num_bytes, module.ROWS
     wide_bias, same = wide_bias_of(bias, channels, sums), dtype == sums
 

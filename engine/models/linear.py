@@ -106,6 +106,13 @@ class Linear:
         """One form is counted until the forms are chosen."""
         return num_bytes_of(*self.forms.values(), self.bias) + (0 if self.given is None else self.given.nbytes)
 
+    @property
+    def compiled_bytes(self) -> int:
+        """Of the form that compiled layers read, which is kept or can be chosen still."""
+        if self.given is not None:
+            return bytes_in(self.given, "compiled")
+        return num_bytes_of(*(kept for form, kept in self.forms.items() if form in COMPILED))
+
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         return self._by_rows[rows](x) if rows < len(self._by_rows) else self._beyond(x)
@@ -113,6 +120,17 @@ class Linear:
 
 def bucket_of(rows: int, largest: Sequence[int] = BUCKETS[:-1]) -> int:
     return sum(rows > limit for limit in largest)
+
+
+def narrow_of(weight: Given) -> torch.dtype | None:
+    """The dtype in which the compiled form keeps the numbers of a float32 weight exactly, with half of the bytes. None:
+    the weight's own."""
+    return weight.narrow if isinstance(weight, StoredWeight) else None
+
+
+def bytes_in(weight: Given, form: ProductForm) -> int:
+    narrow = narrow_of(weight) if form == "compiled" else None
+    return weight.nbytes if narrow is None else weight.nbytes * narrow.itemsize // weight.dtype.itemsize
 
 
 def usable_forms(weight: Given) -> tuple[ProductForm, ...]:
@@ -143,9 +161,15 @@ def laid_out(weight: Given, forms: Sequence[ProductForm]) -> dict[ProductForm, L
         weight = weight.rounded()
     if isinstance(weight, CodedWeight):
         return {form: pack_int8(weight, form) for form in int8_forms() if form in forms}
+    laid: dict[ProductForm, Laid] = {}
     if isinstance(weight, StoredWeight):
+        if "compiled" in forms and weight.narrow is not None:
+            laid["compiled"] = panels_of(weight.narrowed(), exact=True)
+            forms = [form for form in forms if form != "compiled"]
+            if not forms:
+                return laid
         weight = weight.read() if "plain" in forms else weight.passing()
-    return {form: lay_out(weight, form) for form in FORMS if form in forms}
+    return laid | {form: lay_out(weight, form) for form in FORMS if form in forms}
 
 
 def lay_out(weight: Tensor, form: ProductForm) -> Tensor | Panels:

@@ -21,16 +21,20 @@ from torch import Tensor
 
 from engine.memory.host import give_back_freed_memory
 from engine.models.compiled import one_part
+from engine.models.compiled_products import panels_of
 from engine.models.linear import (
     BUCKETS,
     COMPILED,
     FormChoice,
     GainSource,
     Given,
+    Laid,
     LayerGain,
     Linear,
     ProductForm,
+    bytes_in,
     laid_out,
+    narrow_of,
     product_of,
     usable_forms,
 )
@@ -59,9 +63,11 @@ class ProductShape(NamedTuple):
     out: int
     inner: int
     bias: bool
+    narrow: torch.dtype | None = None  # as narrow_of
 
     def __str__(self) -> str:
-        return f"{self.out} × {self.inner}{' + bias' if self.bias else ''}"
+        stored = "" if self.narrow is None else f", {self.narrow.itemsize * 8} bits in compiled code"
+        return f"{self.out} × {self.inner}{' + bias' if self.bias else ''}{stored}"
 
 
 TimesByForm = Mapping[ProductForm, Sequence[float]]  # seconds of one product, for each of BUCKETS
@@ -203,7 +209,7 @@ def _groups(products: Sequence[Linear]) -> dict[ProductShape, list[Linear]]:
 
 def _shape(product: Linear) -> ProductShape:
     out, inner = _given(product).shape
-    return ProductShape(out, inner, product.bias is not None)
+    return ProductShape(out, inner, product.bias is not None, narrow_of(_given(product)))
 
 
 def _given(product: Linear) -> Given:
@@ -212,7 +218,12 @@ def _given(product: Linear) -> Given:
 
 
 def _copied_bytes(groups: Mapping[ProductShape, Sequence[Linear]], choices: Mapping[ProductShape, FormChoice]) -> int:
-    return sum((_copies(choices[s]) - 1) * _given(p).nbytes for s, members in groups.items() for p in members)
+    return sum(_extra_bytes(_given(p), choices[shape]) for shape, members in groups.items() for p in members)
+
+
+def _extra_bytes(weight: Given, choice: FormChoice) -> int:
+    """What these forms take beside the bytes of one, at most."""
+    return max(0, sum(bytes_in(weight, form) for form in set(choice)) - weight.nbytes)
 
 
 def _copies(choice: FormChoice) -> int:
@@ -312,6 +323,13 @@ def _ones(out: int, inner: int, dtype: torch.dtype, coded: bool) -> Tensor | Cod
     return CodedWeight(ones, torch.ones(out, 1)) if coded else ones
 
 
+def _made_up(weight: Tensor | CodedWeight, form: ProductForm, narrow: torch.dtype | None) -> Laid:
+    """The weight in a form as a model's weights have it. narrow: as narrow_of."""
+    if form == "compiled" and narrow is not None and isinstance(weight, Tensor):
+        return panels_of(weight.to(narrow), exact=True)
+    return laid_out(weight, [form])[form]
+
+
 class _Sample:
     """Weights of each shape in every form, in the order of a forward. They are made up: all numbers are 1."""
 
@@ -333,7 +351,7 @@ class _Sample:
                     shape,
                     product_of(
                         form,
-                        laid_out(part, [form])[form],
+                        _made_up(part, form, shape.narrow),
                         torch.ones(part.shape[0], dtype=dtype) if shape.bias else None,
                     ),
                 )

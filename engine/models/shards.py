@@ -177,19 +177,25 @@ class _Passing(local):
 class StoredWeight:
     """A weight that is still in its files: tensors on top of each other, in a model's dtype, on its device."""
 
-    def __init__(self, source: "TensorSource", parts: Sequence[Part]) -> None:
-        self._source, self._parts = source, parts
+    def __init__(self, source: "TensorSource", parts: Sequence[Part], known: Tensor | None = None) -> None:
+        """known: the weight, if it is in memory too."""
+        self._source, self._parts, self._known = source, parts, known
         self.shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
         self.dtype, self.device = source.dtype, source.device
         self.nbytes = prod(self.shape) * self.dtype.itemsize
+        self.narrow = source.narrow_dtype(parts)  # of 16 bits, which has all its numbers; None: its own dtype has
 
     def read(self) -> Tensor:
         """[Σ rows, …]. Raises ConfigError if it cannot be read."""
-        return self._source.stack(self._parts)
+        return self._source.stack(self._parts) if self._known is None else self._known
 
     def passing(self) -> Tensor:
-        """As `read`, in memory that the thread's next call overwrites."""
-        return self._source.stack(self._parts, passing=True)
+        """As `read`, in memory that the thread's next call may overwrite."""
+        return self._source.stack(self._parts, passing=True) if self._known is None else self._known
+
+    def narrowed(self) -> Tensor:
+        """As `passing`, in the dtype `narrow`."""
+        return self._source.stack(self._parts, passing=True, dtype=self.narrow)
 
     def wide_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """See quantize.wide_slices. The next part overwrites the numbers. Raises ConfigError if it cannot be read."""
@@ -240,11 +246,25 @@ class TensorSource:
             self._check(part.name, part.shape)
         return StoredWeight(self, parts)
 
-    def stack(self, parts: Sequence[Part], *, passing: bool = False) -> Tensor:
-        """The parts on top of each other, [Σ rows, …]. passing: in memory that the thread's next call overwrites."""
+    def narrow_dtype(self, parts: Sequence[Part]) -> torch.dtype | None:
+        """The dtype of 16 bits in which the files hold all these parts of a float32 model on a CPU. None: they do not,
+        or the model is another."""
+        if self.dtype is not torch.float32 or self.device.type != "cpu":
+            return None
+        stored = {self._shards.dtype(part.name) for part in parts}
+        return stored.pop() if stored in ({torch.bfloat16}, {torch.float16}) else None
+
+    def shared(self, tensor: Tensor, part: Part) -> StoredWeight | Tensor:
+        """A weight whose tensor was read before, for something else."""
+        return tensor if self.narrow_dtype([part]) is None else StoredWeight(self, [part], tensor)
+
+    def stack(self, parts: Sequence[Part], *, passing: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+        """The parts on top of each other, [Σ rows, …]. passing: in memory that the thread's next call overwrites.
+        dtype: None: the model's."""
         for part in parts:
             self._check(part.name, part.shape)
-        stack = self._empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), passing=passing)
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        stack = self._passing(shape, dtype) if passing and self.device.type == "cpu" else self._empty(shape)
         for part, place in zip(parts, stack.split([part.shape[0] for part in parts]), strict=True):
             self._fill(place, part)
         return stack
@@ -296,10 +316,11 @@ class TensorSource:
         if found != shape:
             raise ConfigError(f"{self._shards.directory}: {name} has shape {found}, config.json says {shape}")
 
-    def _empty(self, shape: tuple[int, ...], *, passing: bool = False) -> Tensor:
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
         if self.device.type != "cpu":
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        return self._passing(shape) if passing else block(shape, self.dtype)
+        return block(shape, self.dtype)
 
-    def _passing(self, shape: tuple[int, ...]) -> Tensor:
-        return self._stacks.take(prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
+    def _passing(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        dtype = self.dtype if dtype is None else dtype
+        return self._stacks.take(prod(shape) * dtype.itemsize).view(dtype).view(shape)
