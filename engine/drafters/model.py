@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.drafters import captured_chains
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.captured_tree_draft import CapturedTreeDraft
+from engine.drafters.compiled_chains import draw_compiled
 from engine.drafters.draft_columns import DraftColumns
 from engine.drafters.growing_trees import grow_trees, wanted_trees
 from engine.drafters.merging import merge_drafts
@@ -117,7 +118,7 @@ class ModelDrafter:
             first = self.runner.compute(planned)
         drafts = []
         if first is not None and columns is not None:
-            drafts.append(self._draw(batch, columns, first[: len(chains)], steps))
+            drafts.append(self._draw_chains(batch, limits, columns, first[: len(chains)], steps))
         self._fed_trees = {}
         if first is not None and trees is not None:
             drafts.append(self._draw_trees(batch, trees, first[len(chains) : len(chains) + len(shapes)]))
@@ -152,6 +153,14 @@ class ModelDrafter:
         self._fed_trees = {batch.sequences[i].handle: fed for i, fed in trees.fed.items()}
         self._moves = PlannedMoves.of(self.runner, self._held_trees(batch, trees.fed))
         return trees.propose()
+
+    def _draw_chains(
+        self, batch: DraftBatch, ks: Seq[int], columns: DraftColumns, logits: Tensor, planned: Seq[PlannedPass]
+    ) -> Draft:
+        draft = None
+        if self._shared is None:
+            draft = draw_compiled(self.runner, batch, ks, columns.active, self._vocab, logits)
+        return self._draw(batch, columns, logits, planned) if draft is None else draft
 
     def _prepare_steps(self, batch: DraftBatch, columns: "DraftColumns") -> list[PlannedPass]:
         """The passes that feed the drafts of all columns but the last, on their way to the device. Empty on the CPU,

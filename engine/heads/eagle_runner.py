@@ -13,6 +13,7 @@ from cache.layout import Layout
 from engine.device.staging import Staged, Staging
 from engine.heads.eagle import EagleHead
 from engine.heads.states import TargetStates
+from engine.models.chain_code import ChainModel
 from engine.models.chain_passes import ChainPasses
 from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.feeds import Feed
@@ -217,6 +218,15 @@ class HeadRunner(Runner):
         logits = super().step(sequences, tokens, planned)
         self._steps = self._pass.carry()  # beside _outputs: trees of the same round begin there
         return logits
+
+    def _chain_model(self) -> ChainModel | None:
+        head = self._pass.head
+        if head.vocabulary is not None or head.hidden_norm is None:
+            return None
+        return ChainModel(head.body, head.hidden_norm, head.norm_residual, head.norm_output)
+
+    def chain_states(self, sequences: Seq[Sequence]) -> Tensor | None:
+        return _take(self._steps, self._put(self._chain_rows.find([(s.handle, ROOT) for s in sequences])))
 
     def _text(self, sequence: Sequence) -> _Text:
         text = self._texts.setdefault(sequence.handle, _Text())

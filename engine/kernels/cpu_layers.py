@@ -251,11 +251,11 @@ def add_layers(
 
     given: the first layer; addresses: (of the arrays of each layer, of its pool), as `moved` has them. inputs: of the
     pass's first layer. memory: (pool, places, seen); seen: (tables, first_rows, rows), as `attend` has them. watched:
-    as in `keep`. meeting: (where the parts meet, how often they have met before).
+    as in `keep`. meeting: (where the parts meet, how often they have met before, the run's first layer among the
+    pass's).
     """
-    numbers, met = meeting
+    numbers, met, first = meeting
     pool, (turns, positions, stored), (tables, first_rows, rows) = memory
-    first = met // STAGES  # of the run, among the pass's layers
     begin, end, share, shares = 0, len(positions), part, parts
     if end >= parts * OWN_ROWS:  # each part has rows of its own, and all channels of them
         begin, end, share, shares = end * part // parts, end * (part + 1) // parts, 0, 1

@@ -2,6 +2,7 @@
 where compiled code is the fastest for all."""
 
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -54,12 +55,12 @@ class CompiledLayers:
 
     def __init__(self, layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor], dtype: torch.dtype) -> None:
         """rotations: as Decoder has them; dtype: of the states."""
-        self._layers, self._wide = layers, type_of_sums(dtype)
+        self._layers, self.wide = layers, type_of_sums(dtype)
         self._heads, self._head_dim = config.num_heads, config.head_dim
-        self._factor = float(config.traits.residual_multiplier)
+        self.factor = float(config.traits.residual_multiplier)
         self._turns = [torch.view_as_real(table).flatten(1).numpy() for table in rotations]
-        self._number = torch.empty(0, dtype=self._wide).numpy().dtype
-        self._nothing = np.empty((0, 0), self._number)
+        self.number = torch.empty(0, dtype=self.wide).numpy().dtype
+        self.nothing = np.empty((0, 0), self.number)
 
     @classmethod
     def of(cls, layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor], dtype: torch.dtype) -> Self | None:
@@ -71,7 +72,7 @@ class CompiledLayers:
     @cached_property
     def block_rows(self) -> int:
         """As LanguageModel.block_rows. Up to so many rows all products are fastest in compiled code, as measured."""
-        return min(_compiled_to(product.choice) for layer in self._layers for product in products_of(layer))
+        return min(compiled_to(product.choice) for layer in self._layers for product in products_of(layer))
 
     def can_compute(self, x: Tensor, attention: PassAttention) -> bool:
         """Whether compiled code computes a pass over the states x [N, hidden]."""
@@ -90,18 +91,16 @@ class CompiledLayers:
         assert isinstance(attention, Attention)
         assert attention.by_blocks is not None
         reader, group = attention.by_blocks
-        states = x if x.dtype == self._wide else x.to(self._wide)
-        room, work = self._room(x.shape[0]), self._work(x.shape[0], reader.read_bytes(group))
-        arrays = states.numpy(), np.zeros(x.shape, self._number), np.empty(x.shape, self._number)
+        states = x if x.dtype == self.wide else x.to(self.wide)
+        room, work = self.room(x.shape[0]), self.work(x.shape[0], reader.read_bytes(group))
+        arrays = states.numpy(), np.zeros(x.shape, self.number), np.empty(x.shape, self.number)
         # NumPy's memory is there in a tenth of the time of torch's, but torch's profiler does not see it.
         own = (*room, *arrays[1:])
-        counted = counted_memory(
-            lambda: sum(array.nbytes for array in own) + self._kernel_bytes(len(x), parts_of(work))
-        )
-        given = self._nothing if inputs is None else inputs.to(self._wide).contiguous().numpy()
+        counted = counted_memory(lambda: sum(array.nbytes for array in own) + self.kernel_bytes(len(x), parts_of(work)))
+        given = self.nothing if inputs is None else inputs.to(self.wide).contiguous().numpy()
         positions, rows = attention.positions.numpy(), attention.plan.cache_rows.numpy()
         layers = np.array([] if watched is None else watched.layers, np.int64)
-        table = torch.empty(len(rows), len(layers) * x.shape[1], dtype=self._wide)
+        table = torch.empty(len(rows), len(layers) * x.shape[1], dtype=self.wide)
         calls = []
         for run in self._runs:
             first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
@@ -109,26 +108,34 @@ class CompiledLayers:
             calls.append((arrays, run.given, addresses, given, memory, (layers, table.numpy())))
         self._compute(calls, room, work)
         del counted
-        self._kernel.join(arrays[0], arrays[1], self._last_norm, self._factor, arrays[0])
+        self._kernel.join(arrays[0], arrays[1], self.last_norm, self.factor, arrays[0])
         if states is not x:
             x.copy_(states)
         if watched is not None and len(layers):
             watched.take(table.to(x.dtype))
 
-    def _work(self, rows: int, seen_bytes: int) -> int:
+    def work(self, rows: int, seen_bytes: int) -> int:
         """Bytes that a layer reads, as in_parts counts them: its weights for each tile of rows, or its keys and values.
         Threads meet six times in a layer, so this must be worth them."""
         return max(self.layer_bytes * -(-rows // self._kernel.ROWS), seen_bytes)
 
     def _compute(self, calls: Seq[tuple[Any, ...]], room: tuple[Any, ...], work: int) -> None:
+        def compute(numbers: Any, part: int, parts: int) -> None:
+            layers = 0
+            for call in calls:
+                met = self._kernel.STAGES * layers
+                self._kernel.add_layers(*call, room, (numbers, met, layers), part, parts)
+                layers += len(call[2][0])
+
+        self.in_meetings(compute, work)
+
+    def in_meetings(self, function: Callable[[Any, int, int], None], work: int) -> None:
+        """Call function(numbers, part, parts) in as many threads as the work is worth. numbers: where they meet."""
         numbers = np.zeros((1, 2), np.int64)
 
         def compute(part: int, parts: int) -> None:
             try:
-                layers = 0
-                for call in calls:
-                    self._kernel.add_layers(*call, room, (numbers, self._kernel.STAGES * layers), part, parts)
-                    layers += len(call[2][0])
+                function(numbers, part, parts)
             except BaseException:
                 numbers[0, self._kernel.ENDED] = 1
                 raise
@@ -138,6 +145,14 @@ class CompiledLayers:
         except BaseException:
             numbers[0, self._kernel.ENDED] = 1  # a thread may not have started at all
             raise
+
+    @property
+    def is_one_run(self) -> bool:
+        return len(self._runs) == 1
+
+    @property
+    def first_run(self) -> LayerRun:
+        return self._runs[0]
 
     @cached_property
     def _runs(self) -> list[LayerRun]:
@@ -153,7 +168,7 @@ class CompiledLayers:
 
     def _run(self, first: int, end: int) -> LayerRun:
         layer, known = self._layers[first], self._known
-        turns = self._nothing if layer.rope is None else self._turns[layer.rope]
+        turns = self.nothing if layer.rope is None else self._turns[layer.rope]
         addresses = np.array([self._kernel.addresses_of(known[index]) for index in range(first, end)], np.int64)
         return LayerRun(range(first, end), layer.scoring.window, turns, known[first], addresses)
 
@@ -167,8 +182,8 @@ class CompiledLayers:
         return [self._of(layer, norm) for layer, norm in zip(self._layers, joining, strict=False)]
 
     @cached_property
-    def _last_norm(self) -> tuple[Any, float]:
-        return self._norm(self._layers[-1].after_mlp)
+    def last_norm(self) -> tuple[Any, float]:
+        return self.norm_of(self._layers[-1].after_mlp)
 
     @cached_property
     def layer_bytes(self) -> int:
@@ -180,54 +195,54 @@ class CompiledLayers:
         qkv, _, gate_up, _ = products_of(self._layers[0])
         return qkv.shape[0], gate_up.shape[0]
 
-    def _room(self, rows: int) -> tuple[Any, ...]:
+    def room(self, rows: int) -> tuple[Any, ...]:
         """See the kernel."""
         (qkv, gate_up), heads = self._widths, (rows, self._heads, self._head_dim)
         shapes = (rows, qkv), heads, heads, (rows, gate_up // 2)
-        return tuple([np.empty(shape, self._number) for shape in shapes])
+        return tuple([np.empty(shape, self.number) for shape in shapes])
 
-    def _kernel_bytes(self, rows: int, parts: int) -> int:
+    def kernel_bytes(self, rows: int, parts: int) -> int:
         """What each part allocates by itself, at most: normed states, the inputs of a product in its own numbers, and
         gate and up."""
         products = products_of(self._layers[0])
         hidden, widest = products[-1].shape[0], max(product.shape[1] for product in products)
         each = 2 * hidden + widest + self._widths[1]
-        return parts * min(rows, self._kernel.BLOCK_ROWS) * each * self._number.itemsize
+        return parts * min(rows, self._kernel.BLOCK_ROWS) * each * self.number.itemsize
 
     def _of(self, layer: Layer, joining: Norm) -> KernelLayer:
         assert isinstance(layer.mlp, GatedMLP)
-        qkv, out, gate_up, down = map(self._product, products_of(layer))
+        qkv, out, gate_up, down = map(self.product_of, products_of(layer))
         return KernelLayer(
-            self._norm(joining),
-            self._norm(layer.before_attention),
+            self.norm_of(joining),
+            self.norm_of(layer.before_attention),
             qkv,
             self._qk_norm(layer),
             out,
-            self._norm(layer.after_attention),
-            self._norm(layer.before_mlp),
+            self.norm_of(layer.after_attention),
+            self.norm_of(layer.before_mlp),
             (gate_up, not layer.mlp.is_silu),
             down,
-            self._factor,
-            scoring_numbers(layer.scoring, self._head_dim, self._wide),
+            self.factor,
+            scoring_numbers(layer.scoring, self._head_dim, self.wide),
         )
 
-    def _norm(self, norm: Norm) -> tuple[Any, float]:
+    def norm_of(self, norm: Norm) -> tuple[Any, float]:
         if isinstance(norm, RMSNorm):
-            return norm.weight.to(self._wide).contiguous().numpy(), float(norm.floor)
-        return np.empty(0, self._number), 0.0
+            return norm.weight.to(self.wide).contiguous().numpy(), float(norm.floor)
+        return np.empty(0, self.number), 0.0
 
     def _qk_norm(self, layer: Layer) -> tuple[Any, float]:
         if not layer.qk_norms:
-            return self._nothing, 0.0
+            return self.nothing, 0.0
         parts = [norm.weight.expand(heads.stop - (heads.start or 0), -1) for heads, norm in layer.qk_norms]
-        return torch.cat(parts).to(self._wide).contiguous().numpy(), float(layer.qk_norms[0][1].floor)
+        return torch.cat(parts).to(self.wide).contiguous().numpy(), float(layer.qk_norms[0][1].floor)
 
-    def _product(self, product: Linear) -> tuple[Any, Any]:
+    def product_of(self, product: Linear) -> tuple[Any, Any]:
         kept = next(product.forms[form] for form in COMPILED if form in product.forms)
         if isinstance(kept, Int8Weight):
             return coded_weight(kept.packed, kept.steps, product.bias)
         assert isinstance(kept, Panels)
-        return kept.stored, wide_bias_of(product.bias, product.shape[0], self._wide)
+        return kept.stored, wide_bias_of(product.bias, product.shape[0], self.wide)
 
 
 def _kind(known: Any) -> Any:
@@ -258,7 +273,7 @@ def _is_known(layer: Layer) -> bool:
     return len(products) == 4 and all(product.shape[0] >= LEAST_CHANNELS for product in products)
 
 
-def _compiled_to(choice: Seq[str]) -> int:
+def compiled_to(choice: Seq[str]) -> int:
     """The largest number of rows up to which a choice is compiled code. The last bucket holds all larger numbers."""
     forms = [*choice, *[choice[-1]] * (len(BUCKETS) - len(choice))]
     if all(form in COMPILED for form in forms):

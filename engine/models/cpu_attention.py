@@ -100,7 +100,7 @@ class BlockReader:
         self._layers = [as_stored(blocks) for blocks in storage.blocks]
         row = storage.blocks[0][0, 0]
         self._sums = type_of_sums(row.dtype)
-        self._numbers, self._row_bytes = row.numel(), row.numel() * row.element_size()
+        self._numbers, self.row_bytes = row.numel(), row.numel() * row.element_size()
 
     @classmethod
     def over(cls, storage: Storage) -> "BlockReader | None":
@@ -125,7 +125,7 @@ class BlockReader:
     def read_bytes(self, group: BlockGroup) -> int:
         """Bytes of a layer's keys and values that the group's spans see, or more, which take as long to read as their
         scores take to compute."""
-        return max(group.keys * self._row_bytes, int(group.scores * self._numbers * BYTES_OF_SCORE))
+        return max(group.keys * self.row_bytes, int(group.scores * self._numbers * BYTES_OF_SCORE))
 
     def seen(self, group: BlockGroup, window: int | None) -> tuple[Any, Any, VisibleRows]:
         """Which places the kernel reads, in layers with this window."""

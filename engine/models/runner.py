@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,8 +18,9 @@ from engine.device.staging import Staged, Staging
 from engine.drafters.translation import DraftText, Translation
 from engine.models.attention import Attention
 from engine.models.attention_plans import AttentionPlans
+from engine.models.chain_code import ChainCode, ChainModel
 from engine.models.chain_passes import ChainPasses
-from engine.models.decoder import DecoderConfig, LanguageModel, WatchedStates
+from engine.models.decoder import Decoder, DecoderConfig, LanguageModel, WatchedStates
 from engine.models.feeds import Feed, StateReader, insert_drafts, ragged
 from engine.models.look_ahead import LookAhead, LookAheadRows
 from engine.models.paged_attention import PagedAttention, PagedPlan
@@ -117,6 +119,25 @@ class Runner:
 
     def imagine_inputs(self, sequence: Sequence) -> None:
         """Let a head read zeros for a throw-away sequence, in place of the target's states of its uncached tokens."""
+
+    @cached_property
+    def chain_code(self) -> ChainCode | None:
+        """Compiled code that draws chains with the model; None: there is none for it."""
+        if self.attention_plans.reader is None or self.attention_plans.separate_to is not None:
+            return None
+        return ChainCode.of(self._chain_model(), self.storage)
+
+    def _chain_model(self) -> ChainModel | None:
+        return ChainModel(self.decoder) if isinstance(self.decoder, Decoder) else None
+
+    def chain_states(self, sequences: Seq[Sequence]) -> Tensor | None:
+        """What a head reads beside the first drafts of these sequences [n, hidden]; None: the model reads drafts
+        only."""
+        return None
+
+    def add_forward(self, forward: Forward) -> None:
+        """Count a forward that was done elsewhere."""
+        self._forwards.append(forward)
 
     def take_forwards(self) -> tuple[Forward, ...]:
         """The forwards since the last call. Their times can be read once the device has done them."""

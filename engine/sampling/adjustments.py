@@ -64,6 +64,14 @@ class Adjustments:
             logits = logits.index_put((row, token), logits.new_full((), -torch.inf))
         return logits
 
+    def touches(self, rows: Seq[int]) -> bool:
+        """Whether any of the rows may be adjusted."""
+        if not (self._biased or self._penalised or self._exclusions or self._banned):
+            return False
+        own = (self._biased, self._penalised, self._banned.keys())
+        excluded = any(self._rows.places[row][0] in self._exclusions for row in rows)
+        return excluded or any(row in kind for row in rows for kind in own)
+
     def _penalties(self, rows: Seq[int]) -> PenaltyRows:
         owners = [self._rows.places[row][0] for row in rows]
         histories = [h for h in (self._histories[i] for i in owners) if h is not None]

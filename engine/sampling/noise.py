@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.sampling.candidates import KeptTokens
@@ -100,6 +101,10 @@ class GumbelRace:
         if not kept.rows.size:
             return torch.zeros(len(rows), dtype=torch.int64)
         return torch.from_numpy(self._noise.race_few(np.array(rows)[kept.rows], kept, len(rows)))
+
+    def keys(self, rows: Seq[int]) -> NDArray[np.uint64] | None:
+        """The key [n] that each row's hashes are made of. None: the noise is made in blocks."""
+        return self._noise.keys[np.array(rows)] if isinstance(self._noise, TokenNoise) else None
 
     def noise(self, tokens: Tensor, rows: Seq[int]) -> Tensor:
         """What run() adds to the scores of tokens [n, m], fp64."""

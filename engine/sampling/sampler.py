@@ -21,7 +21,9 @@ from collections.abc import Sequence as Seq
 from copy import copy
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.transfer import index_tensor
@@ -242,6 +244,20 @@ class Sampler:
         if self._race is None:
             return self._make_race([self._rows.places[row] for row in rows]), range(len(rows))
         return self._race, [self._race_row[self._rows.places[row]] for row in rows]
+
+    def noise_keys(self, rows: Seq[int]) -> NDArray[np.uint64] | None:
+        """The key [R] of the noise of each token that these rows draw, on a CPU; 0 for a row without noise. None: they
+        draw from more than logits and such noise. The target will draw for the same rows."""
+        if self._on_device or self._filter_row.keys() & rows or self._adjustments.touches(rows):
+            return None
+        keys, noisy = np.zeros(len(rows), np.uint64), [n for n, row in enumerate(rows) if row in self._noisy]
+        if noisy:
+            race, numbers = self._race_of([rows[n] for n in noisy], drafting=True)
+            made = race.keys(numbers)
+            if made is None:
+                return None
+            keys[noisy] = made
+        return keys
 
     def laws(self, scores: Tensor, rows: Seq[int]) -> Tensor:
         """The log of the law [R, vocab] of these rows' tokens, in fp32 or fp64. Their temperature must be positive."""

@@ -51,7 +51,7 @@ class TokenNoise:
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
         bits = keys.numpy().view(np.uint64) + (positions.numpy() + 1).view(np.uint64) * np.uint64(GOLDEN)
-        self._rows = mix_array(bits)
+        self.keys = mix_array(bits)
         self._temperatures = temperatures.numpy()
         self._vocab_size = vocab_size
 
@@ -66,7 +66,7 @@ class TokenNoise:
             return self.race_few(rows[found.rows], found, len(rows))
         made = self.__dict__.keys() & {"_early", "_every"}
         kept = few_held(scores, HASH_ONE_IN) if above is None and not made else None
-        if kept is None and len(self._rows) * self._vocab_size <= MADE_AT_ONCE:
+        if kept is None and len(self.keys) * self._vocab_size <= MADE_AT_ONCE:
             return self._race_all(scores.numpy(), rows, above)
         kept = kept or self._rivals(scores.numpy(), rows, above)
         return self.race_few(rows[kept.rows], kept, len(rows))
@@ -87,7 +87,7 @@ class TokenNoise:
     @cached_property
     def _every(self) -> Doubles:
         """Temperature times the noise of every token [R, vocab]."""
-        bits = self._rows[:, None] + _offsets(self._vocab_size)
+        bits = self.keys[:, None] + _offsets(self._vocab_size)
         mix_in_place(bits, np.empty_like(bits), STEPS)
         clocks = clocks_of(bits)
         return np.multiply(np.log(clocks, out=clocks), -self._temperatures[:, None], out=clocks)
@@ -100,7 +100,7 @@ class TokenNoise:
         count, width = scores.shape
         owners, tokens = np.empty((2, CONTENDERS * count), np.int64)
         limits = np.full(count, -np.inf, np.float32) if above is None else above
-        given = np.ascontiguousarray(scores), self._rows[rows], self._temperatures[rows], limits
+        given = np.ascontiguousarray(scores), self.keys[rows], self._temperatures[rows], limits
         room = np.empty((1, width), np.float32), np.empty((1, width), np.int64)
         found = kernel.contenders(*given, *room, owners, tokens)
         if found < 0:
@@ -136,24 +136,24 @@ class TokenNoise:
     def _early(self) -> EarlyTokens:
         together = max(1, HASHED_TOGETHER // self._vocab_size)
         offsets = _offsets(self._vocab_size)
-        bits = np.empty((min(together, len(self._rows)), self._vocab_size), np.uint64)
+        bits = np.empty((min(together, len(self.keys)), self._vocab_size), np.uint64)
         shifted = np.empty_like(bits)
         found: list[tuple[Ids, Ids]] = []
-        for first in range(0, len(self._rows), together):
-            keys = self._rows[first : first + together, None]
+        for first in range(0, len(self.keys), together):
+            keys = self.keys[first : first + together, None]
             np.add(keys, offsets, out=bits[: len(keys)])
             rows, tokens = _find_early(bits[: len(keys)], shifted[: len(keys)])
             found.append((rows + first, tokens))
         rows, tokens = (np.concatenate(column) for column in zip(*found, strict=True))
-        counts = np.bincount(rows, minlength=len(self._rows))
-        ids = np.zeros((len(self._rows), max(1, counts.max(initial=0))), np.int64)
+        counts = np.bincount(rows, minlength=len(self.keys))
+        ids = np.zeros((len(self.keys), max(1, counts.max(initial=0))), np.int64)
         noise = np.full(ids.shape, -np.inf)
         places = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
         ids[rows, places], noise[rows, places] = tokens, self.noise(rows, tokens)
         return EarlyTokens(ids, noise)
 
     def _bits(self, rows: Ids, tokens: Ids) -> Bits:
-        return mix_array(self._rows[rows] + (tokens + 1).view(np.uint64) * np.uint64(GOLDEN))
+        return mix_array(self.keys[rows] + (tokens + 1).view(np.uint64) * np.uint64(GOLDEN))
 
 
 @cache

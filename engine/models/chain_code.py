@@ -1,0 +1,147 @@
+"""What compiled code reads of a draft model to draw whole chains (engine/kernels/cpu_chains.py)."""
+
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.storage import Storage
+from engine.models.compiled import as_stored, compiled_module, counted_memory, parts_of
+from engine.models.compiled_layers import CompiledLayers, compiled_to
+from engine.models.cpu_attention import BlockReader
+from engine.models.decoder import Decoder
+from engine.models.layer import Norm, no_norm
+from engine.models.linear import Linear
+from engine.models.norm import RMSNorm
+
+
+class ChainModel(NamedTuple):
+    """A draft model, or a head that also reads its own outputs of the step before."""
+
+    body: Decoder
+    states_norm: Norm | None = None  # of these outputs; None: not a head
+    enters_normed: bool = False  # whether they enter the layers behind that norm
+    reads_normed: bool = False  # whether they are those behind the final norm
+
+
+class ChainRows(NamedTuple):
+    """The sequences that a chain is drawn for, the longest chain first."""
+
+    slots: Seq[int]
+    lengths: Seq[int]  # positions that the memory holds of each
+    depths: Seq[int]  # drafts of each
+
+
+class ChainDraw(NamedTuple):
+    """What the draws of chains need."""
+
+    scores: Tensor  # [S, vocab] of the first column
+    keys: Any  # uint64 [columns, S]: of the noise
+    temperatures: Any  # fp64 [S]
+
+
+class ChainCode:
+    """Draws chains with one model over one storage. Not for fp64."""
+
+    def __init__(self, model: ChainModel, layers: CompiledLayers, head: Linear, storage: Storage) -> None:
+        self._model, self._layers, self._head = model, layers, head
+        self._storage, self._window = storage, model.body.layers[0].scoring.window
+        reader = BlockReader.over(storage)
+        assert reader is not None, "compiled layers read blocks"
+        self._reader = reader
+        self._kernel: Any = compiled_module("cpu_chains")
+        self._parts: tuple[Any, ...] | None = None  # of the model, made when the forms of its products are known
+
+    @classmethod
+    def of(cls, model: ChainModel | None, storage: Storage) -> Self | None:
+        """None: something of the model is not known to the code."""
+        if model is None:
+            return None
+        body, traits = model.body, model.body.config.traits
+        layers, head = body.few_rows, body.head
+        if not isinstance(layers, CompiledLayers) or not isinstance(head, Linear) or body.dtype is torch.float64:
+            return None
+        norms = [body.norm]
+        if model.states_norm is not None:
+            norms += [model.states_norm, body.layers[0].before_attention]
+        plain = traits.logit_divisor == 1 and traits.logit_softcap is None
+        if not plain or not layers.is_one_run or not all(isinstance(norm, RMSNorm) for norm in norms):
+            return None
+        return cls(model, layers, head, storage)
+
+    @property
+    def most_rows(self) -> int:
+        """Sequences that it draws for at most: with more, other products are faster."""
+        return min(self._layers.block_rows, compiled_to(self._head.choice))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._head.shape[0]
+
+    def draw(self, rows: ChainRows, draw: ChainDraw, states: Tensor | None) -> Any:
+        """Draw the chains and read all of each but its last draft. Returns tokens int64 [columns, S], with NO_TOKEN for
+        a last draft whose score is not finite.
+
+        The memory for what is read is reserved and prepared. states [S, hidden]: what a head reads in its first step.
+        """
+        layers, count = self._layers, len(rows.slots)
+        steps = self._steps(rows)
+        tokens = np.zeros((len(steps[0]), count), np.int64)
+        carried = layers.nothing if states is None else states.to(layers.wide).numpy().copy()
+        room = self._room(count)
+        work = layers.work(count, self._reader.row_bytes * sum(rows.lengths))
+        counted = counted_memory(lambda: layers.kernel_bytes(count, parts_of(work)))
+        given = draw.scores.numpy(), carried
+        memory, drawing = self._memory(rows), (draw.keys, draw.temperatures, tokens)
+
+        def compute(numbers: Any, part: int, parts: int) -> None:
+            self._kernel.draw_chains(self._of_model, memory, steps, drawing, given, room, numbers, part, parts)
+
+        layers.in_meetings(compute, work)
+        del counted
+        return tokens
+
+    @property
+    def _of_model(self) -> tuple[Any, ...]:
+        if self._parts is None:
+            model, layers = self._model, self._layers
+            body, norm_of, run = model.body, layers.norm_of, layers.first_run
+            is_head = model.states_norm is not None
+            token_norm = norm_of(body.layers[0].before_attention if is_head else no_norm)
+            states_norm = norm_of(no_norm if model.states_norm is None else model.states_norm)
+            factor = float(body.config.traits.embedding_multiplier)
+            entry = (as_stored(body.embedding), factor, token_norm, states_norm, is_head, model.enters_normed)
+            ending = layers.last_norm, layers.factor, norm_of(body.norm), layers.product_of(self._head)
+            self._parts = entry, run.given, run.addresses, ending, model.reads_normed
+        return self._parts
+
+    def _steps(self, rows: ChainRows) -> tuple[Any, ...]:
+        """See the kernel."""
+        count, columns = len(rows.slots), rows.depths[0]
+        counts = np.array([sum(depth > column for depth in rows.depths) for column in range(columns)])
+        places = np.zeros((columns - 1, count), np.int64)
+        for s, (slot, length, depth) in enumerate(zip(*rows, strict=True)):
+            places[: depth - 1, s] = list(self._storage.row_numbers(slot, length, length + depth - 1))
+        positions = np.arange(columns - 1)[:, None] + np.array(rows.lengths, np.int64)
+        nothing = np.zeros(count, np.int64)
+        firsts = np.zeros_like(positions) if self._window is None else np.maximum(positions - (self._window - 1), 0)
+        return counts, positions, places, firsts, positions + 1, nothing
+
+    def _memory(self, rows: ChainRows) -> tuple[Any, ...]:
+        tables = [self._storage.table(slot) for slot in rows.slots]
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for s, table in enumerate(tables):
+            padded[s, : len(table)] = table
+        first_rows, reader = np.arange(len(tables) + 1), self._reader
+        nobody = np.zeros(0, np.int64), np.empty((len(tables), 0), self._layers.number)
+        return reader.blocks(0), reader.addresses, self._layers.first_run.turns, padded, first_rows, nobody
+
+    def _room(self, count: int) -> tuple[Any, ...]:
+        layers, hidden = self._layers, self._model.body.config.hidden_size
+        widths = [hidden] * 3 + [0 if self._model.states_norm is None else 2 * hidden]
+        made = [torch.empty(count if width else 0, width, dtype=layers.wide).numpy() for width in widths]
+        logits = torch.empty(count, self.vocab_size, dtype=layers.wide).numpy()
+        race = np.empty((1, self.vocab_size), np.float32), np.empty((1, self.vocab_size), np.int64)
+        return *made, logits, layers.room(count), race
