@@ -5,7 +5,7 @@ a row of 64 numbers. And it may add in another order for another number of rows.
 same bits however many rows are computed beside it.
 
 Numbers of 16 bits arrive as integers, since NumPy has no bfloat16: uint16 holds a bfloat16, int16 a float16. They are
-widened to fp32, or bfloat16 is multiplied in pairs where the CPU does that; sums are fp32.
+widened to fp32, or bfloat16 is multiplied in pairs where the CPU does that and the model is bfloat16; sums are fp32.
 """
 
 from collections.abc import Callable, Iterable

@@ -28,7 +28,7 @@ MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of an fp32 number but for its sign
 
 
 def neighbours_in(weight: Any) -> int:
-    """How many numbers of a channel lie side by side in the panels of this weight."""
+    """How many numbers of a channel lie side by side in the panels of this weight, unless they are in a tuple."""
     return neighbours_of(typeof(weight).dtype)
 
 

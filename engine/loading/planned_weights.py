@@ -24,7 +24,8 @@ BYTES_OF_CODES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # as a checkpoint store
 def planned_weights(
     config: EngineConfig, checkpoints: Seq[Checkpoint], dtype: torch.dtype, device: torch.device
 ) -> list[int]:
-    """Bytes of each model's weights in memory, at least. The copies of small products are not counted."""
+    """Bytes of each model's weights in memory, about. The copies of small products are not counted. Weights that a
+    float32 model keeps in 16 bits are counted as wide: only a measurement tells which these are."""
     planned = []
     for checkpoint, form in zip(checkpoints, weight_forms(config), strict=True):
         tensors, shape = Shards(checkpoint.path).tensors, checkpoint.shape

@@ -187,8 +187,8 @@ class CompiledLayers:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """A layer's products take so many bytes in compiled code."""
-        return sum(product.compiled_bytes for product in products_of(self._layers[0]))
+        """Bytes of a layer's numbers as they are multiplied, or of its codes."""
+        return sum(product.work for product in products_of(self._layers[0]))
 
     @cached_property
     def _widths(self) -> tuple[int, int]:

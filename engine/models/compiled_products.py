@@ -34,6 +34,11 @@ class Panels:
         return torch.float32 if self.exact else self.numbers.dtype
 
     @property
+    def work(self) -> int:
+        """Bytes of the numbers as they are multiplied: those of 16 bits take as long as wide ones, once they came."""
+        return self.numbers.numel() * self.dtype.itemsize
+
+    @property
     def stored(self) -> Any:
         """As compiled code takes them."""
         return (as_stored(self.numbers),) if self.exact else as_stored(self.numbers)
@@ -71,13 +76,13 @@ def compiled_product(weight: Panels, bias: Tensor | None) -> Callable[[Tensor], 
     module = compiled_module("cpu_products")
     assert module is not None, "panels_of() asked"
     multiply, stored, dtype = module.multiply, weight.stored, weight.dtype
-    sums, channels, num_bytes, most = type_of_sums(dtype), weight.shape[0], weight.num_bytes, module.ROWS
+    sums, channels, work, most = type_of_sums(dtype), weight.shape[0], weight.work, module.ROWS
     wide_bias, same = wide_bias_of(bias, channels, sums), dtype == sums
 
     def product(x: Tensor) -> Tensor:
         wide = x.contiguous() if same else x.to(sums, memory_format=torch.contiguous_format)
         out = torch.empty(x.shape[0], channels, dtype=sums)
-        in_parts(multiply, num_bytes * -(-x.shape[0] // most), wide.numpy(), stored, wide_bias, out.numpy())
+        in_parts(multiply, work * -(-x.shape[0] // most), wide.numpy(), stored, wide_bias, out.numpy())
         return out if same else out.to(dtype)
 
     return product

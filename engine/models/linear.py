@@ -75,6 +75,7 @@ class Linear:
         packed where oneDNN can. Empty: `use` chooses later."""
         self.given: Given | None = weight  # until it is laid out
         self.shape = weight.shape  # [out, in]
+        self.work = weight.nbytes  # bytes of its codes, or of its numbers as they are multiplied
         self.layer_gain: GainSource | None = None  # None: no compiled layer has the product
         self.bias = bias
         self.forms: dict[ProductForm, Laid] = {}
@@ -105,13 +106,6 @@ class Linear:
     def num_bytes(self) -> int:
         """One form is counted until the forms are chosen."""
         return num_bytes_of(*self.forms.values(), self.bias) + (0 if self.given is None else self.given.nbytes)
-
-    @property
-    def compiled_bytes(self) -> int:
-        """Of the form that compiled layers read, which is kept or can be chosen still."""
-        if self.given is not None:
-            return bytes_in(self.given, "compiled")
-        return num_bytes_of(*(kept for form, kept in self.forms.items() if form in COMPILED))
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -161,21 +155,18 @@ def laid_out(weight: Given, forms: Sequence[ProductForm]) -> dict[ProductForm, L
         weight = weight.rounded()
     if isinstance(weight, CodedWeight):
         return {form: pack_int8(weight, form) for form in int8_forms() if form in forms}
-    laid: dict[ProductForm, Laid] = {}
+    narrow = narrow_of(weight)
     if isinstance(weight, StoredWeight):
-        if "compiled" in forms and weight.narrow is not None:
-            laid["compiled"] = panels_of(weight.narrowed(), exact=True)
-            forms = [form for form in forms if form != "compiled"]
-            if not forms:
-                return laid
+        if narrow is not None and set(forms) == {"compiled"}:
+            return {"compiled": panels_of(weight.narrowed(), exact=True)}
         weight = weight.read() if "plain" in forms else weight.passing()
-    return laid | {form: lay_out(weight, form) for form in FORMS if form in forms}
+    return {form: lay_out(weight, form, narrow) for form in FORMS if form in forms}
 
 
-def lay_out(weight: Tensor, form: ProductForm) -> Tensor | Panels:
-    """A plain weight [out, in] in a form. All but the plain one have memory of their own."""
+def lay_out(weight: Tensor, form: ProductForm, narrow: torch.dtype | None = None) -> Tensor | Panels:
+    """A plain weight [out, in] in a form. All but the plain one have memory of their own. narrow: as narrow_of."""
     if form == "compiled":
-        return panels_of(weight)
+        return panels_of(weight) if narrow is None else panels_of(weight.to(narrow), exact=True)
     if form == "packed":
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return weight.t().clone(memory_format=torch.contiguous_format) if form == "transposed" else weight

@@ -181,17 +181,18 @@ def _layers(config: DecoderConfig, source: TensorSource, make: ProductMaker, pre
 def _head_weight(config: DecoderConfig, embedding: Tensor, tensors: "TensorNames", source: TensorSource) -> Weight:
     """The head's weight. A head that is stored with other values than the embedding's is not tied, as in transformers,
     whatever config.json says."""
-    tied = source.shared(embedding, Part(f"{tensors.prefix}embed_tokens.weight", tuple(embedding.shape)))
+    shape = (config.vocab_size, config.hidden_size)
+    tied = Part(f"{tensors.prefix}embed_tokens.weight", shape)
     if config.tied and not tensors.has_head:
-        return tied
-    name, shape = f"{tensors.head}.weight", (config.vocab_size, config.hidden_size)
+        return source.shared(embedding, tied)
+    name = f"{tensors.head}.weight"
     if not config.tied:
         return source.weight([Part(name, shape)])
     weight = source.read(name, shape)
     if torch.equal(weight, embedding):
-        return tied
+        return source.shared(embedding, tied)
     log.warning("%s is not tied to the embedding, though config.json says so: its values differ", tensors.head)
-    return weight
+    return source.shared(weight, Part(name, shape))
 
 
 ExpertParts = tuple[Weight, Tensor | None, Weight, Tensor | None]  # gate and up, their bias, down, its bias

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from engine.memory.host import give_back_freed_memory
 from engine.models.compiled import one_part
-from engine.models.compiled_products import panels_of
 from engine.models.linear import (
     BUCKETS,
     COMPILED,
@@ -34,6 +33,7 @@ from engine.models.linear import (
     ProductForm,
     bytes_in,
     laid_out,
+    lay_out,
     narrow_of,
     product_of,
     usable_forms,
@@ -51,7 +51,7 @@ MIN_SWEEPS, MAX_SWEEPS = 2, 8
 SETTLING = 6  # passes through a model until a cache holds what it can: 4 on a Xeon, twice as slow at first
 STEADY = 1.15  # the second fastest sweep of an undisturbed measurement takes at most this many times the fastest
 PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
-SECOND_FORM_GAIN = 1.03  # a second form must make the products faster by this factor: it doubles their memory
+SECOND_FORM_GAIN = 1.03  # a second form must make the products faster by this factor: it takes up to as much memory
 # Weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9. The last bucket is that of prompts,
 # whose passes take as long as many others.
 IMPORTANCE = (4, 1, 2, 3, 2, 1, 0.5, 0.5, 3)
@@ -66,7 +66,7 @@ class ProductShape(NamedTuple):
     narrow: torch.dtype | None = None  # as narrow_of
 
     def __str__(self) -> str:
-        stored = "" if self.narrow is None else f", {self.narrow.itemsize * 8} bits in compiled code"
+        stored = "" if self.narrow is None else f" from {str(self.narrow).removeprefix('torch.')}"
         return f"{self.out} × {self.inner}{' + bias' if self.bias else ''}{stored}"
 
 
@@ -325,9 +325,9 @@ def _ones(out: int, inner: int, dtype: torch.dtype, coded: bool) -> Tensor | Cod
 
 def _made_up(weight: Tensor | CodedWeight, form: ProductForm, narrow: torch.dtype | None) -> Laid:
     """The weight in a form as a model's weights have it. narrow: as narrow_of."""
-    if form == "compiled" and narrow is not None and isinstance(weight, Tensor):
-        return panels_of(weight.to(narrow), exact=True)
-    return laid_out(weight, [form])[form]
+    if narrow is None or isinstance(weight, CodedWeight):
+        return laid_out(weight, [form])[form]
+    return lay_out(weight, form, narrow)
 
 
 class _Sample:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.config import ConfigError, WeightForm
 from engine.models.quantize import CodedWeight, stacked
-from engine.models.shards import Part, Shards, TensorSource
+from engine.models.shards import Part, Shards, StoredWeight, TensorSource
 from engine.models.weight_formats import (
     MXFP4_PARTS,
     CheckpointWeight,
@@ -112,8 +112,10 @@ class QuantisedSource(TensorSource):
         for name in unused:
             discard(name)
 
-    def weight(self, parts: Sequence[Part]) -> CheckpointWeight:
+    def weight(self, parts: Sequence[Part]) -> StoredWeight | CheckpointWeight:
         """Codes, in CPU memory, if all parts are stored as codes with equal groups."""
+        if self.narrow_dtype(parts) is not None:  # none is quantised
+            return super().weight(parts)
         coded = []
         for part in parts if self._quantised.kind else ():
             weight = self._weight(part.name, part.shape)

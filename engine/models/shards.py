@@ -183,7 +183,7 @@ class StoredWeight:
         self.shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
         self.dtype, self.device = source.dtype, source.device
         self.nbytes = prod(self.shape) * self.dtype.itemsize
-        self.narrow = source.narrow_dtype(parts)  # of 16 bits, which has all its numbers; None: its own dtype has
+        self.narrow = source.narrow_dtype(parts)
 
     def read(self) -> Tensor:
         """[Σ rows, …]. Raises ConfigError if it cannot be read."""
@@ -195,12 +195,14 @@ class StoredWeight:
 
     def narrowed(self) -> Tensor:
         """As `passing`, in the dtype `narrow`."""
+        if self._known is not None and self.narrow is not None:
+            return self._known.to(self.narrow)
         return self._source.stack(self._parts, passing=True, dtype=self.narrow)
 
     def wide_slices(self) -> Iterator[tuple[slice, Tensor]]:
         """See quantize.wide_slices. The next part overwrites the numbers. Raises ConfigError if it cannot be read."""
         for part in row_slices(self):
-            yield part, self._source.rows(self._parts, part).float()
+            yield part, (self._source.rows(self._parts, part) if self._known is None else self._known[part]).float()
 
 
 class UnroundedWeight:
@@ -251,8 +253,8 @@ class TensorSource:
         or the model is another."""
         if self.dtype is not torch.float32 or self.device.type != "cpu":
             return None
-        stored = {self._shards.dtype(part.name) for part in parts}
-        return stored.pop() if stored in ({torch.bfloat16}, {torch.float16}) else None
+        stored = {self._shards.tensors[part.name].dtype if part.name in self._shards.tensors else "" for part in parts}
+        return DTYPES[stored.pop()] if stored in ({"BF16"}, {"F16"}) else None
 
     def shared(self, tensor: Tensor, part: Part) -> StoredWeight | Tensor:
         """A weight whose tensor was read before, for something else."""

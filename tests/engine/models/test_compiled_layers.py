@@ -364,7 +364,7 @@ def test_the_memory_of_a_long_pass_is_measured(
     ours, theirs = measured(model), measured(replace(decoder, few_rows=None))
     assert theirs / 2 < ours < 3 * theirs
     layers, states = few_rows_of(model), 150 * decoder.config.hidden_size * 8
-    allocated = sum(array.nbytes for array in layers._room(150)) + 2 * states + layers._kernel_bytes(150, 1)
+    allocated = sum(array.nbytes for array in layers.room(150)) + 2 * states + layers.kernel_bytes(150, 1)
     monkeypatch.setattr(compiled_layers, "counted_memory", lambda _: None)
     assert measured(model) < allocated <= ours
 
@@ -384,9 +384,9 @@ def _pass(model: Decoder, texts: int, rows: int) -> tuple[Tensor, Any]:
 def test_a_head_with_inputs_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
     from tests.engine.heads.test_eagle import test_logits_are_those_of_the_reference
 
-    real = CompiledLayers._product
+    real = CompiledLayers.product_of
     monkeypatch.setattr(CompiledLayers, "block_rows", sys.maxsize)
-    monkeypatch.setattr(CompiledLayers, "_product", lambda self, product: real(self, in_panels(product)))
+    monkeypatch.setattr(CompiledLayers, "product_of", lambda self, product: real(self, in_panels(product)))
     for form in ("eagle", "eagle3"):
         test_logits_are_those_of_the_reference(save_eagle_pair(tmp_path / form, form), (3, 1, 9, 7))
     assert counted

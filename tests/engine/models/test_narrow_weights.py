@@ -26,10 +26,12 @@ from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.models.reader import LENGTH
 from tests.engine.models.test_compiled_layers import PASSES, logits_of
 from tests.engine.models.test_product_choice import ALWAYS_PACKED, Machine, Script
-from tests.engine.pairs import copy_of
+from tests.engine.models.test_quantized_checkpoints import compressed, pack_quantized
+from tests.engine.pairs import Shape, copy_of, edit_json, save_checkpoint
 
 CPU = torch.device("cpu")
 DEMO = Path(__file__).resolve().parents[3] / "models/demo"
+EMBEDDING = "model.embed_tokens.weight"
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -100,7 +102,7 @@ def test_a_model_has_the_bits_of_its_widened_weights_in_half_of_the_memory(
 ) -> None:
     narrow, wide = load(stored[dtype], "compiled"), load(stored[torch.float32], "compiled")
     layers = [cast(CompiledLayers, decoder.few_rows) for decoder in (narrow, wide)]
-    assert 2 * layers[0].layer_bytes == layers[1].layer_bytes
+    assert layers[0].layer_bytes == layers[1].layer_bytes  # as much arithmetic for the threads to share
     for decoder, kept, few_rows in zip((narrow, wide), (dtype, torch.float32), layers, strict=True):
         assert {product.weight.dtype for product in linears(decoder)} == {kept}
         assert few_rows.block_rows == sys.maxsize
@@ -162,6 +164,21 @@ def test_a_tied_head_shares_the_embedding_or_has_its_own_numbers(stored: dict[to
     assert torch.allclose(plain.head(x), compiled.head(x), atol=1e-4)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_quantised_embedding_is_no_narrow_weight(tied: bool, tmp_path: Path) -> None:
+    """Its tensors have other names. What is not quantised beside it stays narrow."""
+    path = copy_of(save_checkpoint(tmp_path / "plain", Shape(kind="qwen2", tied=tied), seed=9), tmp_path / "quantised")
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / WEIGHTS).items()}
+    packed, _ = pack_quantized(tensors.pop(EMBEDDING).float(), 8, size=64)
+    tensors |= {EMBEDDING.replace("weight", part): tensor for part, tensor in packed.items()}
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+    edit_json(path / "config.json", quantization_config=compressed("pack-quantized", num_bits=8, group_size=64))
+    decoder = load(str(path), "compiled")
+    layers = [product for layer in decoder.layers for product in products_of(layer)]
+    assert {product.weight.dtype for product in layers} == {torch.bfloat16}
+    assert decoder.head.weight.dtype is (torch.float32 if tied else torch.bfloat16)
+
+
 def test_narrow_weights_are_timed_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And kept under a name of their own: another model of the same shapes may have wide ones."""
     timed = set[tuple[torch.dtype, torch.dtype | None]]()
@@ -173,7 +190,7 @@ def test_narrow_weights_are_timed_as_they_are_read(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(product_choice, "product_of", followed)
     script: Script = {**ALWAYS_PACKED, "compiled": [1.0] * len(BUCKETS)}
-    for files in (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32):
+    for files in (*NARROW, torch.float32, *NARROW, torch.float32):
         source, machine = (
             source_of(tmp_path / "a", torch.float32, a=torch.ones(64, 16).to(files)),
             Machine({64: script}),
@@ -184,7 +201,7 @@ def test_narrow_weights_are_timed_as_they_are_read(tmp_path: Path, monkeypatch: 
         assert isinstance(product.forms["compiled"], Panels)
         assert product.forms["compiled"].numbers.dtype is files
         assert (len(machine.calls) >= MIN_SWEEPS) == (len(timed) > before)
-    assert timed == {(torch.bfloat16, torch.float32), (torch.float32, torch.float32)}
+    assert timed == {(files, torch.float32) for files in (*NARROW, torch.float32)}
 
 
 def test_a_second_form_of_narrow_weights_takes_half_of_the_memory(tmp_path: Path) -> None:
