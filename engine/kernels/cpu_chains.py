@@ -102,7 +102,7 @@ def draw_chains(
     steps: (counts [columns]: rows that each column draws for; positions, places in memory, first and last visible
     places, ends of the sequences [columns − 1, S]; zeros [S]).
     drawing: (keys uint64 [columns, S], temperatures fp64 [S], tokens [columns, S]).
-    given: (scores of the first column [S, vocab], a head's states [S, hidden]; the states are changed).
+    given: (scores of the first column [S, vocab], states [S, hidden]: a head's own, room for others; they change).
     room: (x, added, joined [S, hidden], inputs of a head [S, 2 · hidden], scores [S, vocab], the layers' room, the
     race's room). numbers: where the parts meet.
     """

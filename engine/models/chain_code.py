@@ -89,10 +89,10 @@ class ChainCode:
         layers, count = self._layers, len(rows.slots)
         steps = self._steps(rows)
         tokens = np.zeros((len(steps[0]), count), np.int64)
-        carried = layers.nothing if states is None else states.to(layers.wide).numpy().copy()
         room = self._room(count)
+        carried = np.empty_like(room[0]) if states is None else states.to(layers.wide).numpy().copy()
         work = layers.work(count, self._reader.row_bytes * sum(rows.lengths))
-        counted = counted_memory(lambda: layers.kernel_bytes(count, parts_of(work)))
+        counted = counted_memory(lambda: _num_bytes(room) + layers.kernel_bytes(count, parts_of(work)))
         given = draw.scores.numpy(), carried
         memory, drawing = self._memory(rows), (draw.keys, draw.temperatures, tokens)
 
@@ -140,8 +140,11 @@ class ChainCode:
 
     def _room(self, count: int) -> tuple[Any, ...]:
         layers, hidden = self._layers, self._model.body.config.hidden_size
-        widths = [hidden] * 3 + [0 if self._model.states_norm is None else 2 * hidden]
-        made = [torch.empty(count if width else 0, width, dtype=layers.wide).numpy() for width in widths]
-        logits = torch.empty(count, self.vocab_size, dtype=layers.wide).numpy()
+        inputs = layers.nothing if self._model.states_norm is None else np.empty((count, 2 * hidden), layers.number)
+        states = [np.empty((count, hidden), layers.number) for _ in range(3)]
         race = np.empty((1, self.vocab_size), np.float32), np.empty((1, self.vocab_size), np.int64)
-        return *made, logits, layers.room(count), race
+        return *states, inputs, np.empty((count, self.vocab_size), layers.number), layers.room(count), race
+
+
+def _num_bytes(arrays: tuple[Any, ...]) -> int:
+    return sum(_num_bytes(part) if isinstance(part, tuple) else part.nbytes for part in arrays)

@@ -123,9 +123,7 @@ class Runner:
     @cached_property
     def chain_code(self) -> ChainCode | None:
         """Compiled code that draws chains with the model; None: there is none for it."""
-        if self.attention_plans.reader is None or self.attention_plans.separate_to is not None:
-            return None
-        return ChainCode.of(self._chain_model(), self.storage)
+        return None if self.attention_plans.reader is None else ChainCode.of(self._chain_model(), self.storage)
 
     def _chain_model(self) -> ChainModel | None:
         return ChainModel(self.decoder) if isinstance(self.decoder, Decoder) else None
