@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.sampling.candidates import KeptTokens
-from engine.sampling.hashing import BLOCK, FIRST_CLOCK_SALT, GOLDEN, SECOND_CLOCK_SALT, SECOND_TOKEN_SALT, mix_array
+from engine.sampling.hashing import (
+    BLOCK,
+    FIRST_CLOCK_SALT,
+    GOLDEN,
+    SECOND_CLOCK_SALT,
+    SECOND_TOKEN_SALT,
+    mix_array,
+    row_keys,
+)
 from engine.sampling.long_row import SAMPLE_STRIDE, Doubles, Ids, Numbers
 
 SLACK = 1e-6  # relative margin of a bound, for rounding
@@ -61,8 +69,7 @@ class BlockNoise:
     """The noise of R rows. What all races of a row need is made once, the rest when a race needs it."""
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
-        bits = keys.numpy().view(np.uint64) + (positions.numpy() + 1).view(np.uint64) * np.uint64(GOLDEN)
-        self._rows = mix_array(bits)
+        self._rows = row_keys(keys, positions)
         self._temperatures = temperatures.numpy()[:, None]
         self._blocks = -(-vocab_size // BLOCK)
 

@@ -45,7 +45,6 @@ from engine.sampling.noise import (
     COIN_STREAM,
     DRAFT_STREAM,
     RESIDUAL_STREAM,
-    TARGET_STREAM,
     GumbelRace,
     Race,
     are_finite,
@@ -368,7 +367,7 @@ class Sampler:
             for i, parents in zip(indices, trees, strict=True):
                 sequence, rest = self._sequences[i], [0] * (width - len(parents))
                 streams = [sibling_stream(COIN_STREAM, rank) for rank in ranks(parents)]
-                by_stream = {stream: _key(sequence, stream, True) for stream in set(streams)}
+                by_stream = {stream: _key(sequence, stream) for stream in set(streams)}
                 keys += [*(by_stream[stream] for stream in streams), *rest]
                 positions += [*(len(sequence.tokens) + depth - 1 for depth in depths(parents)), *rest]
             return keys + positions
@@ -376,20 +375,21 @@ class Sampler:
         return self.numbers.ints(("coins", tuple(indices), tuple(trees)), keys_and_positions)
 
     def _keys(self, stream: int, indices: Seq[int]) -> Staged:
-        """Keys [N] of a stream. All but the target's stream have new keys in every round (R5)."""
+        """Keys [N] of a stream that has new keys in every round (R5)."""
 
         def keys() -> list[int]:
-            by_sequence = {i: _key(self._sequences[i], stream, stream != TARGET_STREAM) for i in set(indices)}
+            by_sequence = {i: _key(self._sequences[i], stream) for i in set(indices)}
             return [by_sequence[i] for i in indices]
 
         return self.numbers.ints(("keys", stream, tuple(indices)), keys)
 
     def _make_race(self, places: Seq[tuple[int, int]]) -> GumbelRace:
         """The race of (sequence, number of drafts that are seen) pairs."""
-        keys = self._keys(TARGET_STREAM, [i for i, _ in places]).tensor
-        positions = [len(self._sequences[i].tokens) + ahead for i, ahead in places]
-        temperatures = torch.tensor([self._sequences[i].params.temperature for i, _ in places], dtype=torch.float64)
-        return GumbelRace(keys, torch.tensor(positions), temperatures, self._vocab_size)
+        sequences = self._sequences
+        keys = index_tensor([target_key(sequences[i].key) for i, _ in places], self.device)
+        positions = index_tensor([len(sequences[i].tokens) + ahead for i, ahead in places], self.device)
+        temperatures = torch.from_numpy(np.array([sequences[i].params.temperature for i, _ in places], np.float64))
+        return GumbelRace(keys, positions, temperatures, self._vocab_size)
 
     def _ends(self, indices: Seq[int]) -> Staged:
         return self.numbers.ints(("ends", tuple(indices)), lambda: [len(self._sequences[i].tokens) for i in indices])
@@ -403,5 +403,5 @@ class Sampler:
         return self.numbers.floats(("ones", count), lambda: [1.0] * count)
 
 
-def _key(sequence: Sequence, stream: int, per_round: bool) -> int:
-    return stream_key(sequence.key, stream, len(sequence.tokens) if per_round else None)
+def _key(sequence: Sequence, stream: int) -> int:
+    return stream_key(sequence.key, stream, len(sequence.tokens))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.models.compiled import compiled_module
 from engine.sampling.candidates import KeptTokens
-from engine.sampling.hashing import GOLDEN, STEPS, mix_array, mix_in_place
+from engine.sampling.hashing import GOLDEN, STEPS, mix_array, mix_in_place, row_keys
 from engine.sampling.long_row import Doubles, Ids, Numbers
 from engine.sampling.race import Bits, clocks_of, few_held, row_winners
 
@@ -50,8 +50,7 @@ class TokenNoise:
     """The noise of R rows. The hashes are made once, for all races of the rows; the rest when a race needs it."""
 
     def __init__(self, keys: Tensor, positions: Tensor, temperatures: Tensor, vocab_size: int) -> None:
-        bits = keys.numpy().view(np.uint64) + (positions.numpy() + 1).view(np.uint64) * np.uint64(GOLDEN)
-        self.keys = mix_array(bits)
+        self.keys = row_keys(keys, positions)
         self._temperatures = temperatures.numpy()
         self._vocab_size = vocab_size
 
@@ -61,9 +60,11 @@ class TokenNoise:
         above [n] in the scores' type: only tokens with higher scores run. None: all do.
         """
         if (found := self._contenders(scores.numpy(), rows, above)) is not None:
-            if len(found.rows) == len(rows) and np.array_equal(found.rows, np.arange(len(rows))):
-                return found.tokens  # one of each row, as in most races
-            return self.race_few(rows[found.rows], found, len(rows))
+            owners, tokens = found
+            if owners.tolist() == [*range(len(rows))]:
+                return tokens  # one of each row, as in most races
+            runners = KeptTokens(owners, tokens, scores.numpy()[owners, tokens])
+            return self.race_few(rows[owners], runners, len(rows))
         made = self.__dict__.keys() & {"_early", "_every"}
         kept = few_held(scores, HASH_ONE_IN) if above is None and not made else None
         if kept is None and len(self.keys) * self._vocab_size <= MADE_AT_ONCE:
@@ -92,8 +93,8 @@ class TokenNoise:
         clocks = clocks_of(bits)
         return np.multiply(np.log(clocks, out=clocks), -self._temperatures[:, None], out=clocks)
 
-    def _contenders(self, scores: Numbers, rows: Ids, above: Numbers | None) -> KeptTokens | None:
-        """Tokens among which the winners are, by compiled code; None: it cannot tell, or there is none."""
+    def _contenders(self, scores: Numbers, rows: Ids, above: Numbers | None) -> tuple[Ids, Ids] | None:
+        """(rows, tokens) among which the winners are, by compiled code; None: it cannot tell, or there is none."""
         kernel = compiled_module("cpu_race")
         if kernel is None or scores.dtype != np.float32:
             return None
@@ -105,7 +106,7 @@ class TokenNoise:
         found = kernel.contenders(*given, *room, owners, tokens)
         if found < 0:
             return None
-        return KeptTokens(owners[:found], tokens[:found], scores[owners[:found], tokens[:found]])
+        return owners[:found], tokens[:found]
 
     def _rivals(self, scores: Numbers, rows: Ids, above: Numbers | None) -> KeptTokens:
         """All tokens that may win."""

@@ -246,7 +246,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"logit_bias": ((7, 2.0),)},
     {"repetition_penalty": 1.2},
     {"presence_penalty": 0.5},
-    {"min_tokens": 20, "stop_token_ids": (7,)},
+    {"min_tokens": 24, "stop_token_ids": (7,)},
     {"bad_word_ids": ((7,),)},
     {"allowed_token_ids": tuple(range(2, 60))},
 )
