@@ -50,7 +50,7 @@ def mix_array(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def row_keys(keys: Tensor, positions: Tensor) -> NDArray[np.uint64]:
     """The hash [R] of each row's key and position, int64 [R] on the CPU: the key of the hashes of its tokens."""
     if len(keys) <= FEW_ROWS:
-        numbers = zip(keys.tolist(), positions.tolist(), strict=True)
+        numbers = zip(keys.numpy().tolist(), positions.numpy().tolist(), strict=True)
         return np.array([mix_int(key + (position + 1) * GOLDEN) for key, position in numbers], np.uint64)
     return mix_array(keys.numpy().view(np.uint64) + (positions.numpy() + 1).view(np.uint64) * np.uint64(GOLDEN))
 

@@ -18,7 +18,7 @@ from engine.models.compiled import compiled_module
 from engine.sampling import candidates, elementwise, filters, kept_draws, token_race
 from engine.sampling.kept_draws import compile_draws
 from engine.sampling.long_row import Doubles
-from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
+from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise, target_key
 from engine.sampling.race import Bits, clocks_of
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
@@ -56,7 +56,7 @@ def drawn_apart(params: Seq[SamplingParams], vocab: int, *, drafting: bool = Fal
         drawn = sampler_of(sequences, vocab).draw_drafts(logits, range(len(params)))
     chosen = filters.Filters.make(params, vocab, CPU)
     scores = logits.masked_fill(filters.removed(logits, chosen), -inf)
-    keys = sampler._keys(0, range(len(params))).tensor
+    keys = torch.tensor([target_key(sequence.key) for sequence in sequences])
     noise = gumbel_noise(keys, torch.ones(len(params), dtype=torch.int64), vocab) * chosen.temperature[:, None]
     expected = torch.from_numpy((noise + scores).numpy().argmax(1))
     is_finite = scores.gather(1, expected[:, None])[:, 0].abs() < inf
@@ -155,10 +155,11 @@ def test_compiled_code_finds_few_tokens_that_may_win(width: int) -> None:
     noise = token_race.TokenNoise(keys, positions, temperatures, width)
     found = noise._contenders(scores.numpy(), np.arange(200), None)
     assert found is not None
-    assert len(found.rows) <= 202
+    owners, tokens = found
+    assert len(owners) <= 202
     sums = gumbel_noise(keys, positions, width) * temperatures[:, None] + scores
     winners = {*enumerate(sums.argmax(1).tolist())}
-    assert winners <= {*zip(found.rows.tolist(), found.tokens.tolist(), strict=True)}
+    assert winners <= {*zip(owners.tolist(), tokens.tolist(), strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_compiled_code_has_room_for_some_tokens_that_may_win(monkeypatch: pytest
     monkeypatch.setattr(token_race, "CONTENDERS", 300)
     found = noise._contenders(scores, np.arange(5), None)
     assert found is not None
-    assert len(found.rows) > 40
+    assert len(found[0]) > 40
 
 
 @pytest.mark.parametrize("value", [-inf, -1000.0, -90.0, 80.0, 1000.0, nan])

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
+from engine.sampling import hashing
 from engine.sampling import noise as noise_module
 from engine.sampling import race as race_module
 from engine.sampling import token_race
@@ -533,3 +534,15 @@ def test_match_with_another_streams_noise_shows() -> None:
     tokens = emitted(sequences, [0] * 20, logits, drafts)
     assert tokens == winners(sequences, [0] * 20, logits, noise_module.TARGET_STREAM)
     assert tokens != winners(sequences, [0] * 20, logits, noise_module.DRAFT_STREAM)
+
+
+def test_few_rows_have_the_keys_of_many() -> None:
+    """Python's integers do not overflow."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(-(2**63), 2**63 - 1, (2 * hashing.FEW_ROWS,), generator=generator)
+    positions = torch.randint(0, 2**40, (2 * hashing.FEW_ROWS,), generator=generator)
+    many = hashing.row_keys(keys, positions)
+    few = hashing.row_keys(keys[: hashing.FEW_ROWS], positions[: hashing.FEW_ROWS])
+    assert many.dtype == few.dtype == np.uint64
+    assert few.tolist() == many[: hashing.FEW_ROWS].tolist()
+    assert few.tolist() != hashing.row_keys(keys[: hashing.FEW_ROWS], positions[1 : hashing.FEW_ROWS + 1]).tolist()

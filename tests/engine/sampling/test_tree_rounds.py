@@ -18,7 +18,7 @@ from engine.drafters.base import Draft, DraftBatch
 from engine.sampling import sampler as sampler_module
 from engine.sampling import tree_acceptance
 from engine.sampling.adjustments import RoundRows
-from engine.sampling.noise import GumbelRace, gumbel_noise, sequence_key, uniforms
+from engine.sampling.noise import GumbelRace, gumbel_noise, sequence_key, target_key, uniforms
 from engine.sampling.sampler import Sampler
 from engine.sampling.tree_acceptance import TreeTable
 from engine.sequence import Sequence
@@ -144,7 +144,7 @@ def test_siblings_are_the_best_tokens_of_the_targets_race(temperature: float, vo
     logits = logits.round() if not temperature else logits  # ties take the lowest id
     siblings = sampler.sample_top(logits, range(5), 4).tokens()
     assert torch.equal(siblings[:, 0], sampler.sample(logits, range(5)))
-    noisy = logits + temperature * gumbel_noise(sampler._keys(0, [0] * 5).tensor, 4 + torch.arange(5), vocab)
+    noisy = logits + temperature * gumbel_noise(torch.full((5,), target_key(5)), 4 + torch.arange(5), vocab)
     assert torch.equal(siblings, noisy.argsort(dim=1, descending=True, stable=True)[:, :4])
     rows = [3, 1]
     assert torch.equal(sampler.sample_top(logits[rows], rows, 2).tokens(), siblings[rows, :2])
