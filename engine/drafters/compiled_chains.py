@@ -22,7 +22,7 @@ def draw_compiled(
     first drafts. The memory for what is read is reserved.
     """
     code, depths = runner.chain_code, [ks[i] for i in active]
-    if code is None or vocab != code.vocab_size or len(active) > code.most_rows or max(depths) < 2:
+    if code is None or vocab != code.vocab_size or len(active) > code.most_rows:
         return None
     if any(batch.confidences) or not all(batch.sequences[i].coupled for i in active):
         return None

@@ -110,15 +110,17 @@ class ModelDrafter:
         planned = self.runner.prepare(feeds) if feeds and self.runner.staging.deferred else None
         chains = [i for i in active if i not in shapes and i not in growths]
         limits = [k if i in chains else 0 for i, k in enumerate(ks)]
-        columns = DraftColumns(batch, limits, chains, self.runner.device, self._rank) if chains else None
-        steps = self._prepare_steps(batch, columns) if columns is not None else []
+        columns = self._columns(batch, limits, chains) if chains and planned is not None else None
+        steps = [] if columns is None else self._prepare_steps(batch, columns)
         trees = self._plan_trees(batch, {i: shapes[i] for i in active if i in shapes}, joining) if shapes else None
         first = self.runner.run(feeds) if planned is None and feeds else None
         if planned is not None:
             first = self.runner.compute(planned)
         drafts = []
         if first is not None and columns is not None:
-            drafts.append(self._draw_chains(batch, limits, columns, first[: len(chains)], steps))
+            drafts.append(self._draw(batch, columns, first[: len(chains)], steps))
+        elif first is not None and chains:
+            drafts.append(self._draw_chains(batch, limits, chains, first[: len(chains)]))
         self._fed_trees = {}
         if first is not None and trees is not None:
             drafts.append(self._draw_trees(batch, trees, first[len(chains) : len(chains) + len(shapes)]))
@@ -154,18 +156,20 @@ class ModelDrafter:
         self._moves = PlannedMoves.of(self.runner, self._held_trees(batch, trees.fed))
         return trees.propose()
 
-    def _draw_chains(
-        self, batch: DraftBatch, ks: Seq[int], columns: DraftColumns, logits: Tensor, planned: Seq[PlannedPass]
-    ) -> Draft:
+    def _columns(self, batch: DraftBatch, ks: Seq[int], active: Seq[int]) -> DraftColumns:
+        return DraftColumns(batch, ks, active, self.runner.device, self._rank)
+
+    def _draw_chains(self, batch: DraftBatch, ks: Seq[int], active: Seq[int], logits: Tensor) -> Draft:
+        """Draw the drafts from `logits` [active, vocab] on, by compiled code if it can."""
         draft = None
         if self._shared is None:
-            draft = draw_compiled(self.runner, batch, ks, columns.active, self._vocab, logits)
-        return self._draw(batch, columns, logits, planned) if draft is None else draft
+            draft = draw_compiled(self.runner, batch, ks, active, self._vocab, logits)
+        return self._draw(batch, self._columns(batch, ks, active), logits, []) if draft is None else draft
 
     def _prepare_steps(self, batch: DraftBatch, columns: "DraftColumns") -> list[PlannedPass]:
-        """The passes that feed the drafts of all columns but the last, on their way to the device. Empty on the CPU,
-        and if a confidence decides only later who stays active."""
-        if not self.runner.staging.deferred or columns.limited:
+        """The passes that feed the drafts of all columns but the last, on their way to the device. Empty if a
+        confidence decides only later who stays active."""
+        if columns.limited:
             return []
         columns.prepare()
         planned = []
