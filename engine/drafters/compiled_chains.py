@@ -1,4 +1,9 @@
-"""Chains of a draft model on a CPU that one call of compiled code draws, behind the pass that reads the gaps."""
+"""Chains of a draft model on a CPU that one call of compiled code draws, behind the pass that reads the gaps.
+
+Where one sequence needs more than that, all chains of the round are drawn operation by operation: with filters or
+adjustments, with laws, and at a temperature where the vocabulary's noise is made in blocks (noise.py). Such models are
+large enough for their arithmetic to count most.
+"""
 
 from collections.abc import Sequence as Seq
 

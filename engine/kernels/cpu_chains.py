@@ -79,14 +79,15 @@ def begin(tokens: Any, entry: Any, states: Any, x: Any, added: Any, inputs: Any)
 @compiled_exactly
 def draw_column(scores: Any, count: int, following: int, draws: Any, room: Any, tokens: Any) -> None:
     """Draw tokens [≥ count] for `count` rows, of which `following` draft on. What is drawn last for a row becomes
-    NO_TOKEN if its score is not finite: memory that is not finite makes all later scores so.
+    NO_TOKEN if its best score is not finite: memory that is not finite makes all later scores so.
 
     draws: (keys uint64, temperatures fp64 [≥ count]). room: as in `winner`.
     """
     keys, temperatures = draws
     for row in range(count):
-        token = winner(scores, row, keys[row], temperatures[row], room)
-        tokens[row] = token if row < following or np.isfinite(scores[row, token]) else NO_TOKEN
+        tokens[row] = winner(scores, row, keys[row], temperatures[row], room)
+        if row >= following and not np.isfinite(largest(scores, row)):  # which a NaN makes NaN
+            tokens[row] = NO_TOKEN
 
 
 @compiled_exactly

@@ -198,8 +198,10 @@ def _model_drafters(
         return [heads.drafter(config, target)]
     limit, made = config.max_step_tokens, list[ModelDrafter]()
     for rank, draft in enumerate(drafts):
-        chunk = min(limit, config.chunk(0) * target.decoder.config.layer_numbers // draft.decoder.config.layer_numbers)
+        chunk = min(limit, config.chunk(0) * target.decoder.weight_bytes // draft.decoder.weight_bytes)
         chunk = max(2 * config.max_running, chunk)
+        if draft.chain_code is not None:
+            draft.chain_code.compile()  # no round waits for it, nor the profile of rounds
         make = EagleDrafter if isinstance(draft, HeadRunner) else ModelDrafter
         made.append(make(draft, target.vocab_size, limit, chunk, translation, rank))
     return made

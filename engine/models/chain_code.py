@@ -1,6 +1,8 @@
 """What compiled code reads of a draft model to draw whole chains (engine/kernels/cpu_chains.py)."""
 
+import logging
 from collections.abc import Sequence as Seq
+from time import perf_counter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -8,13 +10,15 @@ import torch
 from torch import Tensor
 
 from cache.storage import Storage
-from engine.models.compiled import as_stored, compiled_module, counted_memory, parts_of
+from engine.models.compiled import as_stored, compiled_module
 from engine.models.compiled_layers import CompiledLayers, compiled_to
 from engine.models.cpu_attention import BlockReader
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, rounded
 from engine.models.layer import Norm, no_norm
 from engine.models.linear import Linear
 from engine.models.norm import RMSNorm
+
+log = logging.getLogger(__name__)
 
 
 class ChainModel(NamedTuple):
@@ -86,22 +90,38 @@ class ChainCode:
 
         The memory for what is read is reserved and prepared. states [S, hidden]: what a head reads in its first step.
         """
-        layers, count = self._layers, len(rows.slots)
-        steps = self._steps(rows)
-        tokens = np.zeros((len(steps[0]), count), np.int64)
-        room = self._room(count)
+        layers, steps = self._layers, self._steps(rows)
+        tokens = np.zeros((len(steps[0]), len(rows.slots)), np.int64)
+        room = self._room(len(rows.slots))
         carried = np.empty_like(room[0]) if states is None else states.to(layers.wide).numpy().copy()
-        work = layers.work(count, self._reader.row_bytes * sum(rows.lengths))
-        counted = counted_memory(lambda: _num_bytes(room) + layers.kernel_bytes(count, parts_of(work)))
         given = draw.scores.numpy(), carried
         memory, drawing = self._memory(rows), (draw.keys, draw.temperatures, tokens)
 
         def compute(numbers: Any, part: int, parts: int) -> None:
             self._kernel.draw_chains(self._of_model, memory, steps, drawing, given, room, numbers, part, parts)
 
-        layers.in_meetings(compute, work)
-        del counted
+        layers.in_meetings(compute, self._work(rows))
         return tokens
+
+    def compile(self) -> None:
+        """Compile the code, if it can be asked for: draw nothing."""
+        if self.most_rows == 0:
+            return
+        began, nothing = perf_counter(), np.zeros((0, 1), np.int64)
+        steps = (np.zeros(0, np.int64), *[nothing] * 4, np.zeros(1, np.int64))
+        room = self._room(1)
+        drawing, given = (np.zeros((0, 1), np.uint64), np.zeros(1), nothing), (room[4], room[0])
+        memory, numbers = self._memory(ChainRows([], [], [])), np.zeros((1, 2), np.int64)
+        self._kernel.draw_chains(self._of_model, memory, steps, drawing, given, room, numbers, 0, 1)
+        log.info("compiled chains are ready (%.1f s)", perf_counter() - began)
+
+    def _work(self, rows: ChainRows) -> int:
+        """Bytes for each layer, with a share of the head's product: threads meet in a step six times for each layer,
+        and three times beside them."""
+        layers, count = self._layers, len(rows.slots)
+        of_layer = layers.work(count, self._reader.row_bytes * sum(rows.lengths))
+        of_head, number = self._head.work * -(-count // layers.tile_rows), layers.count
+        return 2 * (number * of_layer + of_head) // (2 * number + 1)
 
     @property
     def _of_model(self) -> tuple[Any, ...]:
@@ -111,7 +131,7 @@ class ChainCode:
             is_head = model.states_norm is not None
             token_norm = norm_of(body.layers[0].before_attention if is_head else no_norm)
             states_norm = norm_of(no_norm if model.states_norm is None else model.states_norm)
-            factor = float(body.config.traits.embedding_multiplier)
+            factor = rounded(body.config.traits.embedding_multiplier, body.dtype)
             entry = (as_stored(body.embedding), factor, token_norm, states_norm, is_head, model.enters_normed)
             ending = layers.last_norm, layers.factor, norm_of(body.norm), layers.product_of(self._head)
             self._parts = entry, run.given, run.addresses, ending, model.reads_normed
@@ -131,7 +151,7 @@ class ChainCode:
 
     def _memory(self, rows: ChainRows) -> tuple[Any, ...]:
         tables = [self._storage.table(slot) for slot in rows.slots]
-        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
         for s, table in enumerate(tables):
             padded[s, : len(table)] = table
         first_rows, reader = np.arange(len(tables) + 1), self._reader
@@ -139,12 +159,9 @@ class ChainCode:
         return reader.blocks(0), reader.addresses, self._layers.first_run.turns, padded, first_rows, nobody
 
     def _room(self, count: int) -> tuple[Any, ...]:
+        """See the kernel. It is less than what single steps with filters take, for which the budget has room."""
         layers, hidden = self._layers, self._model.body.config.hidden_size
         inputs = layers.nothing if self._model.states_norm is None else np.empty((count, 2 * hidden), layers.number)
         states = [np.empty((count, hidden), layers.number) for _ in range(3)]
         race = np.empty((1, self.vocab_size), np.float32), np.empty((1, self.vocab_size), np.int64)
         return *states, inputs, np.empty((count, self.vocab_size), layers.number), layers.room(count), race
-
-
-def _num_bytes(arrays: tuple[Any, ...]) -> int:
-    return sum(_num_bytes(part) if isinstance(part, tuple) else part.nbytes for part in arrays)

@@ -117,7 +117,7 @@ class CompiledLayers:
     def work(self, rows: int, seen_bytes: int) -> int:
         """Bytes that a layer reads, as in_parts counts them: its weights for each tile of rows, or its keys and values.
         Threads meet six times in a layer, so this must be worth them."""
-        return max(self.layer_bytes * -(-rows // self._kernel.ROWS), seen_bytes)
+        return max(self.layer_bytes * -(-rows // self.tile_rows), seen_bytes)
 
     def _compute(self, calls: Seq[tuple[Any, ...]], room: tuple[Any, ...], work: int) -> None:
         def compute(numbers: Any, part: int, parts: int) -> None:
@@ -145,6 +145,16 @@ class CompiledLayers:
         except BaseException:
             numbers[0, self._kernel.ENDED] = 1  # a thread may not have started at all
             raise
+
+    @property
+    def count(self) -> int:
+        """Number of layers."""
+        return len(self._layers)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows that multiply a weight while it is read once."""
+        return int(self._kernel.ROWS)
 
     @property
     def is_one_run(self) -> bool:

@@ -239,7 +239,7 @@ class Decoder:
         x = F.embedding(ids, self.embedding)
         multiplier = self.config.traits.embedding_multiplier
         # The multiplier is rounded to the weights' type, as gemma was trained.
-        return x if multiplier == 1 else x.mul_(_rounded(multiplier, x.dtype))
+        return x if multiplier == 1 else x.mul_(rounded(multiplier, x.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] → [R, vocab]."""
@@ -252,9 +252,8 @@ class Decoder:
 
 
 @cache
-def _rounded(number: float, dtype: torch.dtype) -> float:
-    rounded: float = torch.tensor(number, dtype=dtype).item()
-    return rounded
+def rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype))
 
 
 def _add(x: Tensor, y: Tensor, norm: Norm, factor: float, following: Norm) -> Tensor:

@@ -23,11 +23,12 @@ from engine.models.linear import Linear
 from engine.models.runner import Runner
 from engine.sampling.noise import GumbelRace
 from engine.sampling.sampler import Sampler
+from engine.trees import Growth
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, model_drafter
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.models.families import CASES, random_checkpoint
-from tests.engine.pairs import Pair
+from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
 
 FAMILIES = ("llama", "llama with biases, yarn", "mistral", "qwen3", "phi3")
 HEADS = ("safeailab", "speculators")  # whose states enter as they are, or normed
@@ -125,6 +126,12 @@ def run(pair: Pair, watched: Callable[[bool], Seen], allowed: bool, **config: An
     return seen, drive(engine, requests()).tokens
 
 
+def drawn_columns(given: tuple[Any, ...]) -> int:
+    """How many columns a call of the kernel draws; 0: it only compiles."""
+    (counts, *_) = given[2]
+    return len(counts)
+
+
 # --- the same drafts -------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +155,8 @@ def test_threads_share_the_work(
         parts, real = set[tuple[int, int]](), cpu_chains.draw_chains
 
         def shared(*given: Any, parts: set[tuple[int, int]] = parts, real: Any = real) -> None:
-            parts.add(given[-2:])
+            if drawn_columns(given):
+                parts.add(given[-2:])
             real(*given)
 
         with monkeypatch.context() as patched:
@@ -164,7 +172,7 @@ def test_threads_share_the_work(
 def test_a_model_of_16_bits_rounds_less_within_a_chain(
     name: str, pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen]
 ) -> None:
-    (one, texts), (other, same) = (run(pair_of(name), watched, allowed, dtype="bfloat16") for allowed in (True, False))
+    (one, _), (other, _) = (run(pair_of(name), watched, allowed, dtype="bfloat16") for allowed in (True, False))
     assert one.compiled > 10
     pairs = [
         (a, b)
@@ -174,7 +182,6 @@ def test_a_model_of_16_bits_rounds_less_within_a_chain(
     ]
     agree = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True))
     assert agree > 0.6 * sum(len(a) for a, _ in pairs)
-    assert texts.keys() == same.keys()
 
 
 def faults() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
@@ -317,12 +324,15 @@ def test_winners_are_those_of_the_race(vocab: int) -> None:
 def test_the_last_draft_tells_of_scores_that_are_not_finite() -> None:
     scores = torch.zeros(3, 40)
     scores[:, 5] = 1
-    scores[1:] = torch.nan
+    scores[1] = torch.nan
+    scores[2, 7] = torch.nan  # not the best of the others
     room = np.empty((1, 40), np.float32), np.empty((1, 40), np.int64)
     for temperature in (0.0, 0.5):
         tokens, draws = np.full(3, 9), (np.zeros(3, np.uint64), np.array([0.0, temperature, temperature]))
         cpu_chains.draw_column(scores.numpy(), 3, 2, draws, room, tokens)
-        assert tokens.tolist() == [5, 0, NO_TOKEN]  # the second row drafts on
+        assert tokens[0] == 5
+        assert tokens[1] >= 0  # it drafts on
+        assert tokens[2] == NO_TOKEN
 
 
 def test_memory_that_is_not_finite_ends_the_drafts_of_its_request(
@@ -343,3 +353,54 @@ def test_memory_that_is_not_finite_ends_the_drafts_of_its_request(
     assert [bool(k) for k in record.column("drafted")].count(True) <= 4
     assert run.received["r0"].reason == "length"
     assert NO_TOKEN in seen.drafts[-1][1][0]
+
+
+def test_a_call_that_fails_costs_its_drafts_only(
+    pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, texts = run(pair_of("safeailab"), watched, True)
+    real, calls = cpu_chains.draw_chains, [0]
+
+    def failing(*given: Any) -> None:
+        real(*given)
+        calls[0] += drawn_columns(given) > 0
+        if calls[0] % 3 == 2:
+            raise MemoryError("there is no room")
+
+    monkeypatch.setattr(cpu_chains, "draw_chains", failing)
+    seen, same = run(pair_of("safeailab"), watched, True)
+    assert calls[0] > 10
+    assert seen.compiled == calls[0] - (calls[0] + 1) // 3
+    assert texts == same
+
+
+def test_trees_beside_chains(pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen]) -> None:
+    """A tree that grows. Both begin with the same outputs of the head."""
+    results = []
+    for allowed in (True, False):
+        engine = make(pair_of("safeailab"))
+        seen, every = watched(allowed), requests()
+        tree = replace(every[0][0], k=None, tree=Growth(4, 2))
+        drive(engine, {0: [tree, every[2][0]], 1: [every[6][0]]})
+        results.append(seen)
+    assert results[0].drafts == results[1].drafts
+    assert (results[0].compiled > 5, results[1].compiled) == (True, 0)
+
+
+def test_a_draft_with_rows_beyond_the_targets_vocabulary_drafts_step_by_step(
+    tmp_path: Path, watched: Callable[[bool], Seen]
+) -> None:
+    target = save_checkpoint(tmp_path / "target", Shape(), seed=1)
+    pair = Pair(target, save_checkpoint(tmp_path / "draft", Shape(vocab=VOCAB + 40), seed=1))
+    seen, _ = run(pair, watched, True)
+    assert (seen.compiled, bool(seen.drafts)) == (0, True)
+
+
+def test_the_code_is_compiled_when_a_model_is_loaded(
+    pair_of: Callable[[str], Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        for name, compiled in (("llama", True), ("gemma2", False)):
+            caplog.clear()
+            make(pair_of(name))
+            assert ("compiled chains are ready" in caplog.text) is compiled

@@ -73,7 +73,7 @@ def test_a_gap_beside_other_streams_is_closed_in_chunks(pair: Pair, monkeypatch:
     assert max(read) == 60
     read.clear()
     drive(engine, {0: [make_request("stream", 3, max_tokens=90)], 4: [make_request("long", 70)]})
-    ratio = engine.target.decoder.config.layer_numbers / runner.decoder.config.layer_numbers
+    ratio = engine.target.decoder.weight_bytes / runner.decoder.weight_bytes
     assert 4 < max(read) <= 5 * ratio < 30
 
 

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.drafters.base import Draft, DraftBatch
-from engine.sampling import hashing
+from engine.sampling import hashing, token_race
 from engine.sampling import noise as noise_module
 from engine.sampling import race as race_module
-from engine.sampling import token_race
 from engine.sampling.hashing import BLOCK
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise, sequence_key, stream_key, uniforms
 from engine.sampling.sampler import Sampler
