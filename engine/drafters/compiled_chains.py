@@ -13,23 +13,21 @@ from torch import Tensor
 
 from engine.device.round_clock import Forward, mark
 from engine.drafters.base import Draft, DraftBatch
-from engine.models.chain_code import ChainDraw, ChainRows
+from engine.models.chain_code import ChainCode, ChainDraw, ChainRows
 from engine.models.runner import Runner
 
 
 def draw_compiled(
-    runner: Runner, batch: DraftBatch, ks: Seq[int], active: Seq[int], vocab: int, logits: Tensor
+    code: ChainCode, runner: Runner, batch: DraftBatch, ks: Seq[int], active: Seq[int], logits: Tensor
 ) -> Draft | None:
     """The chains of the active sequences, indices in the batch, and what the model reads to draw them. None: they must
     be drawn operation by operation.
 
-    ks: drafts of each sequence of the batch. vocab: ids from there on are not drawn. logits [active, ≥ vocab] of the
-    first drafts. The memory for what is read is reserved.
+    ks: drafts of each sequence of the batch. logits [active, vocab] of the first drafts. The memory for what is read is
+    reserved.
     """
-    code, depths = runner.chain_code, [ks[i] for i in active]
-    if code is None or vocab != code.vocab_size or len(active) > code.most_rows:
-        return None
-    if any(batch.confidences) or not all(batch.sequences[i].coupled for i in active):
+    depths, coupled = [ks[i] for i in active], all(batch.sequences[i].coupled for i in active)
+    if len(active) > code.most_rows or any(batch.confidences) or not coupled:
         return None
     order = sorted(range(len(active)), key=lambda n: -depths[n])
     indices, depths = [active[n] for n in order], [depths[n] for n in order]
@@ -43,14 +41,14 @@ def draw_compiled(
     sequences = [batch.sequences[i] for i in indices]
     cache, began = runner.cache, mark(runner.device)
     rows = ChainRows([cache.slot(s.handle) for s in sequences], [cache.length(s.handle) for s in sequences], depths)
-    scores = logits[:, :vocab].float()
+    scores = logits.float()
     if order != list(range(len(order))):
         scores = scores[order]
     tokens = code.draw(rows, ChainDraw(scores.contiguous(), keys, temperatures), runner.chain_states(sequences))
     for sequence, depth in zip(sequences, depths, strict=True):
         cache.extend(sequence.handle, depth - 1)
     read = sum(depths) - len(depths)
-    runner.add_forward(Forward(began, mark(runner.device), read))
+    runner.forwards.append(Forward(began, mark(runner.device), read))
     table = np.zeros((len(ks), depths[0]), np.int64)
     table[indices] = tokens.T
     drawn = [0] * len(ks)

@@ -17,6 +17,7 @@ from engine.drafters.merging import merge_drafts
 from engine.drafters.model_trees import FedTree, TreeDraft, TreeReader, joining_chains
 from engine.drafters.shared_tokens import SharedTokens
 from engine.drafters.translation import Translation
+from engine.models.chain_code import ChainCode
 from engine.models.feeds import Feed
 from engine.models.runner import PlannedPass, Runner
 from engine.models.tree_moves import HeldTree, PlannedMoves
@@ -66,6 +67,7 @@ class ModelDrafter:
         self.runner = runner
         runner.translation = translation
         self._shared = None if translation is None else SharedTokens(translation, target_vocab, runner.device)
+        self._code = ChainCode.of(runner.chain_model(), runner.storage)
         self._vocab = min(target_vocab, runner.vocab_size)
         self._max_catch_up = max_catch_up
         self._chunk = chunk
@@ -74,6 +76,11 @@ class ModelDrafter:
         self._fed_trees: dict[int, FedTree] = {}  # by handle: what the model has read of the latest proposal's trees
         self._moves: PlannedMoves | None = None  # will move these trees' accepted nodes
         self._given_up: set[int] = set()  # handles of the sequences whose draft was not finite
+
+    def compile(self) -> None:
+        """Compile what draws chains, so that no round waits for it, nor the profile of rounds."""
+        if self._code is not None:
+            self._code.compile()
 
     def offer(self, sequence: Sequence, k: int) -> Offer:
         """Up to k drafts, as far as there is memory for the gap and them. The prefix index is not searched, so the
@@ -162,8 +169,8 @@ class ModelDrafter:
     def _draw_chains(self, batch: DraftBatch, ks: Seq[int], active: Seq[int], logits: Tensor) -> Draft:
         """Draw the drafts from `logits` [active, vocab] on, by compiled code if it can."""
         draft = None
-        if self._shared is None:
-            draft = draw_compiled(self.runner, batch, ks, active, self._vocab, logits)
+        if self._shared is None and self._code is not None and self._code.vocab_size == self._vocab:
+            draft = draw_compiled(self._code, self.runner, batch, ks, active, logits)
         return self._draw(batch, self._columns(batch, ks, active), logits, []) if draft is None else draft
 
     def _prepare_steps(self, batch: DraftBatch, columns: "DraftColumns") -> list[PlannedPass]:

@@ -219,7 +219,7 @@ class HeadRunner(Runner):
         self._steps = self._pass.carry()  # beside _outputs: trees of the same round begin there
         return logits
 
-    def _chain_model(self) -> ChainModel | None:
+    def chain_model(self) -> ChainModel | None:
         head = self._pass.head
         if head.vocabulary is not None or head.hidden_norm is None:
             return None

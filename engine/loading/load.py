@@ -200,10 +200,9 @@ def _model_drafters(
     for rank, draft in enumerate(drafts):
         chunk = min(limit, config.chunk(0) * target.decoder.weight_bytes // draft.decoder.weight_bytes)
         chunk = max(2 * config.max_running, chunk)
-        if draft.chain_code is not None:
-            draft.chain_code.compile()  # no round waits for it, nor the profile of rounds
         make = EagleDrafter if isinstance(draft, HeadRunner) else ModelDrafter
         made.append(make(draft, target.vocab_size, limit, chunk, translation, rank))
+        made[-1].compile()
     return made
 
 

@@ -53,7 +53,7 @@ class ChainCode:
         self._model, self._layers, self._head = model, layers, head
         self._storage, self._window = storage, model.body.layers[0].scoring.window
         reader = BlockReader.over(storage)
-        assert reader is not None, "compiled layers read blocks"
+        assert reader is not None, "the storage of compiled layers has blocks"
         self._reader = reader
         self._kernel: Any = compiled_module("cpu_chains")
         self._parts: tuple[Any, ...] | None = None  # of the model, made when the forms of its products are known

@@ -4,7 +4,6 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from engine.device.staging import Staged, Staging
 from engine.drafters.translation import DraftText, Translation
 from engine.models.attention import Attention
 from engine.models.attention_plans import AttentionPlans
-from engine.models.chain_code import ChainCode, ChainModel
+from engine.models.chain_code import ChainModel
 from engine.models.chain_passes import ChainPasses
 from engine.models.decoder import Decoder, DecoderConfig, LanguageModel, WatchedStates
 from engine.models.feeds import Feed, StateReader, insert_drafts, ragged
@@ -76,7 +75,7 @@ class Runner:
         self.number = next(_numbers)  # no other runner of the process has it
         self.device = device
         self.staging = Staging(device) if staging is None else staging
-        self._forwards: list[Forward] = []  # that nobody has taken: the device may still be at work
+        self.forwards: list[Forward] = []  # that nobody has taken: the device may still be at work
         self._largest_pass = (1, 0)  # tokens of the largest pass so far, nanoseconds of the latest pass of that size
         self.layout = layout
         self.cache = make_cache(layout)
@@ -120,12 +119,8 @@ class Runner:
     def imagine_inputs(self, sequence: Sequence) -> None:
         """Let a head read zeros for a throw-away sequence, in place of the target's states of its uncached tokens."""
 
-    @cached_property
-    def chain_code(self) -> ChainCode | None:
-        """Compiled code that draws chains with the model; None: there is none for it."""
-        return None if self.attention_plans.reader is None else ChainCode.of(self._chain_model(), self.storage)
-
-    def _chain_model(self) -> ChainModel | None:
+    def chain_model(self) -> ChainModel | None:
+        """What compiled code draws chains with; None: it does not know the model."""
         return ChainModel(self.decoder) if isinstance(self.decoder, Decoder) else None
 
     def chain_states(self, sequences: Seq[Sequence]) -> Tensor | None:
@@ -133,13 +128,9 @@ class Runner:
         only."""
         return None
 
-    def add_forward(self, forward: Forward) -> None:
-        """Count a forward that was done elsewhere."""
-        self._forwards.append(forward)
-
     def take_forwards(self) -> tuple[Forward, ...]:
         """The forwards since the last call. Their times can be read once the device has done them."""
-        forwards, self._forwards = tuple(self._forwards), []
+        forwards, self.forwards = tuple(self.forwards), []
         return forwards
 
     def read_forwards(self) -> int:
@@ -317,7 +308,7 @@ class Runner:
         layout = None if self.staging.layout is None else key
         began = mark(self.device)
         result = graphs.run(self.number, layout, region)
-        self._forwards.append(Forward(began, mark(self.device), sum(counts.values())))
+        self.forwards.append(Forward(began, mark(self.device), sum(counts.values())))
         for handle, length in counts.items():
             self.cache.extend(handle, length)
         return result
@@ -401,7 +392,7 @@ class Runner:
             hidden = self.look_ahead.forward(ahead, tokens, attention, watched)
         rows = planned.logit_rows
         logits = self.decoder.logits(hidden if rows is None else hidden[rows.tensor])
-        self._forwards.append(Forward(began, mark(self.device), tokens.shape[0]))
+        self.forwards.append(Forward(began, mark(self.device), tokens.shape[0]))
         return logits, hidden
 
 

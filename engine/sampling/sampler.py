@@ -177,8 +177,7 @@ class Sampler:
         """The transform without the division by the temperature, [R, vocab] → [R, vocab]; −inf for excluded tokens.
 
         drafts [B, ≥ what the rows see]: the round's drafts so far; None if no row sees any. `logits` is not changed. On
-        the CPU scores are in fp32 or fp64. The operations of other devices also take scores in 16 bits.
-        """
+        the CPU scores are in fp32 or fp64. The operations of other devices also take scores in 16 bits."""
         if self._on_device and not self._on_device.touches(rows):
             return self._device_filters(rows).cut(logits)
         return self._filtered(self._before_filters(logits, rows, drafts), rows)
@@ -225,8 +224,7 @@ class Sampler:
 
     def sample(self, scores: Tensor, rows: Seq[int], *, drafting: bool = False) -> Tensor:
         """Token ids [R], drawn for these rows from the target's own stream (stream 0). Ties take the lowest id.
-        drafting: the target will draw for the same rows, so the noise of all rows is made and kept.
-        """
+        drafting: the target will draw for the same rows, so the noise of all rows is made and kept."""
         if self._on_device:
             return self._device_race(rows).draw(scores)[0]
         noisy = [n for n, row in enumerate(rows) if row in self._noisy]
@@ -252,8 +250,7 @@ class Sampler:
         keys, noisy = np.zeros(len(rows), np.uint64), [n for n, row in enumerate(rows) if row in self._noisy]
         if noisy:
             race, numbers = self._race_of([rows[n] for n in noisy], drafting=True)
-            made = race.keys(numbers)
-            if made is None:
+            if (made := race.keys(numbers)) is None:
                 return None
             keys[noisy] = made
         return keys
@@ -367,7 +364,7 @@ class Sampler:
             for i, parents in zip(indices, trees, strict=True):
                 sequence, rest = self._sequences[i], [0] * (width - len(parents))
                 streams = [sibling_stream(COIN_STREAM, rank) for rank in ranks(parents)]
-                by_stream = {stream: _key(sequence, stream) for stream in set(streams)}
+                by_stream = {s: stream_key(sequence.key, s, len(sequence.tokens)) for s in set(streams)}
                 keys += [*(by_stream[stream] for stream in streams), *rest]
                 positions += [*(len(sequence.tokens) + depth - 1 for depth in depths(parents)), *rest]
             return keys + positions
@@ -378,7 +375,8 @@ class Sampler:
         """Keys [N] of a stream that has new keys in every round (R5)."""
 
         def keys() -> list[int]:
-            by_sequence = {i: _key(self._sequences[i], stream) for i in set(indices)}
+            sequences = {i: self._sequences[i] for i in set(indices)}
+            by_sequence = {i: stream_key(s.key, stream, len(s.tokens)) for i, s in sequences.items()}
             return [by_sequence[i] for i in indices]
 
         return self.numbers.ints(("keys", stream, tuple(indices)), keys)
@@ -395,13 +393,8 @@ class Sampler:
         return self.numbers.ints(("ends", tuple(indices)), lambda: [len(self._sequences[i].tokens) for i in indices])
 
     def _staged_temperatures(self, rows: Seq[int]) -> Staged:
-        return self.numbers.floats(
-            ("temperatures", tuple(rows)), lambda: [self._params[row].temperature or 1.0 for row in rows]
-        )
+        name = "temperatures", tuple(rows)
+        return self.numbers.floats(name, lambda: [self._params[row].temperature or 1.0 for row in rows])
 
     def _ones(self, count: int) -> Staged:
         return self.numbers.floats(("ones", count), lambda: [1.0] * count)
-
-
-def _key(sequence: Sequence, stream: int) -> int:
-    return stream_key(sequence.key, stream, len(sequence.tokens))
