@@ -6,7 +6,7 @@ cache or memory that it is read from in service.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -51,7 +51,9 @@ MIN_SWEEPS, MAX_SWEEPS = 2, 8
 SETTLING = 6  # passes through a model until a cache holds what it can: 4 on a Xeon, twice as slow at first
 STEADY = 1.15  # the second fastest sweep of an undisturbed measurement takes at most this many times the fastest
 PACKERS = 2  # threads: each lays out one weight at a time, so two weights are in memory twice at most
-SECOND_FORM_GAIN = 1.03  # a second form must make the products faster by this factor: it takes up to as much memory
+# Forms must make the products faster by this factor for each time that the smallest form would fit into the memory that
+# they take more.
+MEMORY_GAIN = 1.03
 # Weight of each bucket: plain decoding has 1 row, verification of a text 3 to 9. The last bucket is that of prompts,
 # whose passes take as long as many others.
 IMPORTANCE = (4, 1, 2, 3, 2, 1, 0.5, 0.5, 3)
@@ -133,7 +135,8 @@ def _choices(
 ) -> dict[ProductShape, FormChoice]:
     """The choice of each shape. Those of compiled layers are chosen together."""
     layered = {shape: len(members) for shape, members in groups.items() if _gain_of(members) is not None}
-    choices = {shape: best_choice(times[shape], most_forms) for shape in groups if shape not in layered}
+    alone = [shape for shape in groups if shape not in layered]
+    choices = {shape: best_choice(times[shape], most_forms, narrow=shape.narrow is not None) for shape in alone}
     if layered:
         choices |= best_layers({shape: times[shape] for shape in layered}, layered, most_forms)
     return choices
@@ -169,18 +172,26 @@ def best_layers(
     def cost(end: int) -> float:
         """As in best_choice, and more if it needs more memory."""
         ratios = (weight * a / b for weight, a, b in zip(IMPORTANCE, spent[end], fastest, strict=True))
-        copies = max(map(_copies, options[end].values()))
-        return sum(ratios) * (SECOND_FORM_GAIN if copies > 1 else 1)
+        more = max(_more_memory(choice, shape.narrow is not None) for shape, choice in options[end].items())
+        return float(sum(ratios) * MEMORY_GAIN**more)
 
     return options[min(options, key=cost)]
 
 
-def best_choice(times: TimesByForm, most_forms: int = 2, first: int = 0) -> FormChoice:
-    """The form for each bucket, of which those from `first` on count. At most `most_forms` different forms are used."""
+def _more_memory(forms: Collection[ProductForm], narrow: bool) -> int:
+    """How often the smallest form of a weight fits into the memory that these take beside one. narrow: whether the
+    compiled form has half of the bytes."""
+    return sum(2 if narrow and form not in COMPILED else 1 for form in set(forms)) - 1
+
+
+def best_choice(times: TimesByForm, most_forms: int = 2, first: int = 0, *, narrow: bool = False) -> FormChoice:
+    """The form for each bucket, of which those from `first` on count. At most `most_forms` different forms are used.
+    narrow: as in _more_memory."""
 
     def cost(forms: tuple[ProductForm, ...]) -> float:
-        """The weighted sum over the buckets of: time with these forms over time with the fastest form."""
-        return sum(
+        """The weighted sum over the buckets of: time with these forms over time with the fastest form. And more for
+        memory."""
+        return MEMORY_GAIN ** _more_memory(forms, narrow) * sum(
             weight * min(times[form][i] for form in forms) / min(spent[i] for spent in times.values())
             for i, weight in enumerate(IMPORTANCE)
             if i >= first
@@ -189,7 +200,7 @@ def best_choice(times: TimesByForm, most_forms: int = 2, first: int = 0) -> Form
     kept = min(combinations(times, 1), key=cost)
     for number in range(2, most_forms + 1):
         more = min(combinations(times, number), key=cost, default=kept)
-        kept = more if cost(more) * SECOND_FORM_GAIN < cost(kept) else kept
+        kept = more if cost(more) < cost(kept) else kept
     return tuple(min(kept, key=lambda form: times[form][i]) for i in range(len(BUCKETS)))
 
 
