@@ -1,4 +1,4 @@
-"""Chains of a draft model on a CPU that one call of compiled code draws, behind the pass that reads the gaps.
+"""Chains of a draft model on a CPU that one call of compiled code draws, with or behind the pass that reads the gaps.
 
 Where one sequence needs more than that, all chains of the round are drawn operation by operation: with filters or
 adjustments, with laws, and at a temperature where the vocabulary's noise is made in blocks (noise.py). Such models are
@@ -6,6 +6,9 @@ large enough for their arithmetic to count most.
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
 
 import numpy as np
 import torch
@@ -13,45 +16,82 @@ from torch import Tensor
 
 from engine.device.round_clock import Forward, mark
 from engine.drafters.base import Draft, DraftBatch
-from engine.models.chain_code import ChainCode, ChainDraw, ChainRows
+from engine.models.attention import Attention
+from engine.models.chain_code import ChainCode, ChainNoise, ChainRows, Gaps
+from engine.models.feeds import Feed
 from engine.models.runner import Runner
+from engine.sequence import Sequence
 
 
-def draw_compiled(
-    code: ChainCode, runner: Runner, batch: DraftBatch, ks: Seq[int], active: Seq[int], logits: Tensor
-) -> Draft | None:
-    """The chains of the active sequences, indices in the batch, and what the model reads to draw them. None: they must
-    be drawn operation by operation.
+@dataclass(frozen=True, slots=True)
+class CompiledChains:
+    """The chains of a round. Sequences have the order of the code: the longest chain first."""
 
-    ks: drafts of each sequence of the batch. logits [active, vocab] of the first drafts. The memory for what is read is
-    reserved.
-    """
-    depths, coupled = [ks[i] for i in active], all(batch.sequences[i].coupled for i in active)
-    if len(active) > code.most_rows or any(batch.confidences) or not coupled:
-        return None
-    order = sorted(range(len(active)), key=lambda n: -depths[n])
-    indices, depths = [active[n] for n in order], [depths[n] for n in order]
-    places = [(column, s) for s, depth in enumerate(depths) for column in range(depth)]
-    noise = batch.sampler.noise_keys([batch.sampler.offsets[indices[s]] + column for column, s in places])
-    if noise is None:
-        return None
-    keys = np.zeros((depths[0], len(order)), np.uint64)
-    keys[tuple(zip(*places, strict=True))] = noise
-    temperatures = np.array([batch.sequences[i].params.temperature for i in indices])
-    sequences = [batch.sequences[i] for i in indices]
-    cache, began = runner.cache, mark(runner.device)
-    rows = ChainRows([cache.slot(s.handle) for s in sequences], [cache.length(s.handle) for s in sequences], depths)
-    scores = logits.float()
-    if order != list(range(len(order))):
-        scores = scores[order]
-    tokens = code.draw(rows, ChainDraw(scores.contiguous(), keys, temperatures), runner.chain_states(sequences))
-    for sequence, depth in zip(sequences, depths, strict=True):
-        cache.extend(sequence.handle, depth - 1)
-    read = sum(depths) - len(depths)
-    runner.forwards.append(Forward(began, mark(runner.device), read))
-    table = np.zeros((len(ks), depths[0]), np.int64)
-    table[indices] = tokens.T
-    drawn = [0] * len(ks)
-    for i, depth in zip(indices, depths, strict=True):
-        drawn[i] = depth
-    return Draft(tuple(drawn), torch.from_numpy(table), steps=depths[0] - 1, read=read)
+    code: ChainCode
+    sequences: tuple[Sequence, ...]
+    indices: list[int]  # of the sequences in the batch
+    order: list[int]  # their places among the active ones
+    depths: list[int]  # drafts of each
+    count: int  # sequences of the batch
+    noise: ChainNoise
+
+    @classmethod
+    def of(cls, code: ChainCode, batch: DraftBatch, ks: Seq[int], active: Seq[int]) -> Self | None:
+        """The chains of the active sequences, indices in the batch; ks: drafts of each sequence of the batch. None:
+        they must be drawn operation by operation."""
+        depths, coupled = [ks[i] for i in active], all(batch.sequences[i].coupled for i in active)
+        if len(active) > code.most_rows or any(batch.confidences) or not coupled:
+            return None
+        order = sorted(range(len(active)), key=lambda n: -depths[n])
+        indices, depths = [active[n] for n in order], [depths[n] for n in order]
+        places = [(column, s) for s, depth in enumerate(depths) for column in range(depth)]
+        made = batch.sampler.noise_keys([batch.sampler.offsets[indices[s]] + column for column, s in places])
+        if made is None:
+            return None
+        keys, sequences = np.zeros((depths[0], len(order)), np.uint64), tuple(batch.sequences[i] for i in indices)
+        keys[tuple(zip(*places, strict=True))] = made
+        noise = ChainNoise(keys, np.array([sequence.params.temperature for sequence in sequences]))
+        return cls(code, sequences, indices, order, depths, len(ks), noise)
+
+    def draw(self, runner: Runner, logits: Tensor) -> Draft:
+        """Draw the chains, from the logits [active, vocab] of the first drafts on."""
+        began, scores = mark(runner.device), logits.float()
+        if self.order != list(range(len(self.order))):
+            scores = scores[self.order]
+        states = runner.chain_states(self.sequences)
+        tokens = self.code.draw(self._rows(runner), self.noise, scores.contiguous(), states)
+        return self._end(runner, Forward(began, mark(runner.device), sum(self.depths)), tokens)
+
+    def read_and_draw(self, runner: Runner, feeds: Seq[Feed]) -> Draft:
+        """Read the gaps of the active sequences, and draw the chains."""
+        began, planned = mark(runner.device), runner.prepare(feeds)
+        assert planned.ids is not None, "gaps are committed tokens"
+        ends, attention = list(accumulate(feed.count for feed in feeds)), runner.attention(planned)
+        assert isinstance(attention, Attention), "compiled code is for CPUs"
+        gaps = Gaps(planned.ids.tensor, attention, [ends[n] - 1 for n in self.order])
+        if not self.code.can_read(gaps):
+            return self.draw(runner, runner.compute(planned))
+        runner.mark_unknown(planned.handles)
+        rows = self._rows(runner, {feed.sequence.handle: feed.count for feed in feeds})
+        tokens = self.code.draw(rows, self.noise, gaps, runner.chain_states(self.sequences, planned))
+        for feed in feeds:
+            runner.cache.extend(feed.sequence.handle, feed.count)
+        runner.chains.end([feed.sequence for feed in feeds])
+        return self._end(runner, Forward(began, mark(runner.device), ends[-1] + sum(self.depths)), tokens)
+
+    def _rows(self, runner: Runner, gaps: dict[int, int] | None = None) -> ChainRows:
+        """gaps: tokens that are read before the chains, by handle."""
+        cache, handles = runner.cache, [sequence.handle for sequence in self.sequences]
+        lengths = [cache.length(handle) + (gaps or {}).get(handle, 0) for handle in handles]
+        return ChainRows([cache.slot(handle) for handle in handles], lengths, self.depths)
+
+    def _end(self, runner: Runner, forward: Forward, tokens: np.ndarray) -> Draft:
+        for sequence, depth in zip(self.sequences, self.depths, strict=True):
+            runner.cache.extend(sequence.handle, depth - 1)  # the last draft is not fed
+        runner.forwards.append(forward)
+        table, drawn = np.zeros((self.count, self.depths[0]), np.int64), [0] * self.count
+        table[self.indices] = tokens.T
+        for i, depth in zip(self.indices, self.depths, strict=True):
+            drawn[i] = depth
+        read = sum(self.depths) - len(self.depths)
+        return Draft(tuple(drawn), torch.from_numpy(table), steps=self.depths[0] - 1, read=read)

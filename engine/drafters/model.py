@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.drafters import captured_chains
 from engine.drafters.base import NO_OFFER, NO_TOKEN, Draft, DraftBatch, Offer
 from engine.drafters.captured_tree_draft import CapturedTreeDraft
-from engine.drafters.compiled_chains import draw_compiled
+from engine.drafters.compiled_chains import CompiledChains
 from engine.drafters.draft_columns import DraftColumns
 from engine.drafters.growing_trees import grow_trees, wanted_trees
 from engine.drafters.merging import merge_drafts
@@ -120,14 +120,17 @@ class ModelDrafter:
         columns = self._columns(batch, limits, chains) if chains and planned is not None else None
         steps = [] if columns is None else self._prepare_steps(batch, columns)
         trees = self._plan_trees(batch, {i: shapes[i] for i in active if i in shapes}, joining) if shapes else None
-        first = self.runner.run(feeds) if planned is None and feeds else None
-        if planned is not None:
-            first = self.runner.compute(planned)
-        drafts = []
-        if first is not None and columns is not None:
-            drafts.append(self._draw(batch, columns, first[: len(chains)], steps))
+        compiled = self._compiled(batch, limits, chains) if chains and planned is None else None
+        drafts, first = [], None
+        if compiled is not None and len(feeds) == len(chains):  # nothing else is read
+            drafts.append(compiled.read_and_draw(self.runner, feeds))
+        elif feeds:
+            first = self.runner.run(feeds) if planned is None else self.runner.compute(planned)
+        if first is not None and compiled is not None:
+            drafts.append(compiled.draw(self.runner, first[: len(chains)]))
         elif first is not None and chains:
-            drafts.append(self._draw_chains(batch, limits, chains, first[: len(chains)]))
+            columns = self._columns(batch, limits, chains) if columns is None else columns
+            drafts.append(self._draw(batch, columns, first[: len(chains)], steps))
         self._fed_trees = {}
         if first is not None and trees is not None:
             drafts.append(self._draw_trees(batch, trees, first[len(chains) : len(chains) + len(shapes)]))
@@ -166,12 +169,11 @@ class ModelDrafter:
     def _columns(self, batch: DraftBatch, ks: Seq[int], active: Seq[int]) -> DraftColumns:
         return DraftColumns(batch, ks, active, self.runner.device, self._rank)
 
-    def _draw_chains(self, batch: DraftBatch, ks: Seq[int], active: Seq[int], logits: Tensor) -> Draft:
-        """Draw the drafts from `logits` [active, vocab] on, by compiled code if it can."""
-        draft = None
-        if self._shared is None and self._code is not None and self._code.vocab_size == self._vocab:
-            draft = draw_compiled(self._code, self.runner, batch, ks, active, logits)
-        return self._draw(batch, self._columns(batch, ks, active), logits, []) if draft is None else draft
+    def _compiled(self, batch: DraftBatch, ks: Seq[int], active: Seq[int]) -> CompiledChains | None:
+        """The chains, if compiled code can draw them."""
+        if self._shared is not None or self._code is None or self._code.vocab_size != self._vocab:
+            return None
+        return CompiledChains.of(self._code, batch, ks, active)
 
     def _prepare_steps(self, batch: DraftBatch, columns: "DraftColumns") -> list[PlannedPass]:
         """The passes that feed the drafts of all columns but the last, on their way to the device. Empty if a

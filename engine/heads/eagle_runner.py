@@ -225,7 +225,10 @@ class HeadRunner(Runner):
             return None
         return ChainModel(head.body, head.hidden_norm, head.norm_residual, head.norm_output)
 
-    def chain_states(self, sequences: Seq[Sequence]) -> Tensor | None:
+    def chain_states(self, sequences: Seq[Sequence], gaps: PlannedPass | None = None) -> Tensor | None:
+        if gaps is not None:
+            assert gaps.state_rows is not None, "committed tokens have rows of states"
+            return self._pass.head.project(self.states.take(gaps.state_rows.tensor))
         return _take(self._steps, self._put(self._chain_rows.find([(s.handle, ROOT) for s in sequences])))
 
     def _text(self, sequence: Sequence) -> _Text:

@@ -92,53 +92,65 @@ def draw_column(scores: Any, count: int, following: int, draws: Any, room: Any, 
 
 @compiled_exactly
 def draw_chains(
-    model: Any, memory: Any, steps: Any, drawing: Any, given: Any, room: Any, numbers: Any, part: int, parts: int
+    model: Any, memory: Any, gaps: Any, steps: Any, drawing: Any, given: Any, room: Any, meeting: Any
 ) -> None:
-    """Draw tokens [columns, S] and read all but each row's last one.
+    """Read the gaps, draw tokens [columns, S], and read all but each row's last one.
 
     model: (entry, as in `begin`; a layer and the addresses of all, as add_layers has them; (norm of what the last layer
     adds, factor, final norm, the head's product); whether a head reads normed outputs).
-    memory: (pool, addresses of the layers' pools, turns, tables [S, width], first_rows [S + 1], watched layers: none),
-    as add_layers has them.
+    memory: (pool, addresses of the layers' pools, turns, watched layers: none), as add_layers has them.
+    gaps: (tokens, positions and places in memory [N], what they see, as add_layers has it, the row [S] behind which
+    each chain begins). N = 0: they were read before.
     steps: (counts [columns]: rows that each column draws for; positions, places in memory, first and last visible
-    places, ends of the sequences [columns − 1, S]; zeros [S]).
+    places, ends of the sequences [columns − 1, S]; zeros [S]; tables [S, width], first_rows [S + 1]).
     drawing: (keys uint64 [columns, S], temperatures fp64 [S], tokens [columns, S]).
-    given: (scores of the first column [S, vocab], states [S, hidden]: a head's own, room for others; they change).
-    room: (x, added, joined [S, hidden], inputs of a head [S, 2 · hidden], scores [S, vocab], the layers' room, the
-    race's room). numbers: where the parts meet.
+    given: (scores of the first column [S, vocab] if N = 0; a head's states [max(N, S), hidden], room for others; they
+    change).
+    room: (x, added, joined [max(N, S), hidden], inputs of a head [.., 2 · hidden], scores [S, vocab], the layers' room,
+    the race's room). meeting: (where the parts meet, part, parts).
     """
     entry, layer, addresses, (joining, factor, norm, head), reads_normed = model
-    pool, pools, turns, tables, first_rows, nobody = memory
-    counts, positions, places, firsts, ends, nothing = steps
+    pool, pools, turns, nobody = memory
+    read, read_at, read_to, read_seen, begins = gaps
+    counts, positions, places, firsts, ends, nothing, tables, first_rows = steps
     keys, temperatures, tokens = drawing
     (scores, states), (x, added, joined, inputs, logits, (qkv, queries, attended, gated), of_race) = given, room
+    numbers, part, parts = meeting
     met = 0
-    for column in range(len(counts)):
-        following = counts[column + 1] if column + 1 < len(counts) else 0
+    for column in range(-1 if len(read) else 0, len(counts)):
+        if column < 0:
+            ids, at, to, rows, count = read, read_at, read_to, read_seen, len(begins)
+        else:
+            count = counts[column + 1] if column + 1 < len(counts) else 0
+            if part == 0:
+                row_scores = scores if column == 0 and len(read) == 0 else logits
+                draws = keys[column], temperatures
+                draw_column(row_scores, counts[column], count, draws, of_race, tokens[column])
+            if count == 0:
+                break
+            ids, at, to = tokens[column, :count], positions[column, :count], places[column, :count]
+            seen = firsts[column, :count], at, nothing[:count], ends[column, :count], ends[column, :count]
+            rows = tables[:count], first_rows[: count + 1], seen
+        n = len(ids)
         if part == 0:
-            draws = keys[column], temperatures
-            draw_column(scores if column == 0 else logits, counts[column], following, draws, of_race, tokens[column])
-        n = following
-        if n == 0:
-            break
-        if part == 0:
-            begin(tokens[column, :n], entry, states[:n], x[:n], added[:n], inputs[:n])
+            begin(ids, entry, states[:n], x[:n], added[:n], inputs[:n])
         meet(numbers, met + 1, parts)
-        at, seen = positions[column, :n], (firsts[column, :n], positions[column, :n], nothing[:n])
-        rows = tables[:n], first_rows[: n + 1], (*seen, ends[column, :n], ends[column, :n])
-        space = qkv[:n], queries[:n], attended[:n], gated[:n]
-        own, where = (x[:n], added[:n], joined[:n]), (turns, at, places[column, :n])
-        meeting = numbers, met + 1, 0
-        add_layers(own, layer, (addresses, pools), inputs[:n], (pool, where, rows), nobody, space, meeting, part, parts)
+        own, space = (x[:n], added[:n], joined[:n]), (qkv[:n], queries[:n], attended[:n], gated[:n])
+        where, waits = (pool, (turns, at, to), rows), (numbers, met + 1, 0)
+        add_layers(own, layer, (addresses, pools), inputs[:n], where, nobody, space, waits, part, parts)
         met += MEETINGS + STAGES * len(addresses)
         if part == 0:
-            join(x[:n], added[:n], joining, factor, states[:n])
-            normalise(states[:n], norm, joined[:n])
+            join(x[:n], added[:n], joining, factor, x[:n])
+            for row in range(count):
+                last = begins[row] if column < 0 else row
+                for i in range(x.shape[1]):
+                    states[row, i] = x[last, i]
+            normalise(states[:count], norm, joined[:count])
             if reads_normed:
-                for row in range(n):
+                for row in range(count):
                     for i in range(x.shape[1]):
                         states[row, i] = joined[row, i]
         meet(numbers, met - 1, parts)
         first, last = bounds(logits.shape[1], part, parts)
-        product(joined[:n], head, first, last, logits[:n])
+        product(joined[:count], head, first, last, logits[:count])
         meet(numbers, met, parts)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple, Self
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from cache.storage import Storage
+from engine.models.attention import Attention
 from engine.models.compiled import as_stored, compiled_module
 from engine.models.compiled_layers import CompiledLayers, compiled_to
-from engine.models.cpu_attention import BlockReader
+from engine.models.cpu_attention import BlockGroup, BlockReader
 from engine.models.decoder import Decoder, rounded
 from engine.models.layer import Norm, no_norm
 from engine.models.linear import Linear
@@ -38,12 +40,19 @@ class ChainRows(NamedTuple):
     depths: Seq[int]  # drafts of each
 
 
-class ChainDraw(NamedTuple):
-    """What the draws of chains need."""
+class ChainNoise(NamedTuple):
+    """What the draws of chains need beside scores."""
 
-    scores: Tensor  # [S, vocab] of the first column
     keys: Any  # uint64 [columns, S]: of the noise
     temperatures: Any  # fp64 [S]
+
+
+class Gaps(NamedTuple):
+    """A pass that reads committed tokens in front of chains."""
+
+    ids: Tensor  # [N] int64
+    attention: Attention  # by blocks
+    begins: Seq[int]  # the row behind which each chain begins
 
 
 class ChainCode:
@@ -56,7 +65,6 @@ class ChainCode:
         assert reader is not None, "the storage of compiled layers has blocks"
         self._reader = reader
         self._kernel: Any = compiled_module("cpu_chains")
-        self._parts: tuple[Any, ...] | None = None  # of the model, made when the forms of its products are known
 
     @classmethod
     def of(cls, model: ChainModel | None, storage: Storage) -> Self | None:
@@ -84,36 +92,48 @@ class ChainCode:
     def vocab_size(self) -> int:
         return self._head.shape[0]
 
-    def draw(self, rows: ChainRows, draw: ChainDraw, states: Tensor | None) -> Any:
+    def draw(self, rows: ChainRows, noise: ChainNoise, before: Gaps | Tensor, states: Tensor | None) -> Any:
         """Draw the chains and read all of each but its last draft. Returns tokens int64 [columns, S], with NO_TOKEN for
         a last draft whose score is not finite.
 
-        The memory for what is read is reserved and prepared. states [S, hidden]: what a head reads in its first step.
+        The memory for what is read is reserved and prepared. before: gaps, which are read first; or the scores [S,
+        vocab] fp32 of the first column. states: what a head reads beside the gaps [N, hidden], or beside the first
+        column [S, hidden].
         """
         layers, steps = self._layers, self._steps(rows)
-        tokens = np.zeros((len(steps[0]), len(rows.slots)), np.int64)
-        room = self._room(len(rows.slots))
-        carried = np.empty_like(room[0]) if states is None else states.to(layers.wide).numpy().copy()
-        given = draw.scores.numpy(), carried
-        memory, drawing = self._memory(rows), (draw.keys, draw.temperatures, tokens)
+        tokens, count = np.zeros((len(steps[0]), len(rows.slots)), np.int64), len(rows.slots)
+        most = max(count, len(before.ids)) if isinstance(before, Gaps) else count
+        room, of_gaps, work = self._room(count, most), self._gaps(before), self._work(rows)
+        carried = np.empty_like(room[0])
+        if states is not None:
+            carried[: len(states)] = states.to(layers.wide).numpy()
+        if isinstance(before, Gaps):
+            work = max(work, layers.work(most, self._reader.read_bytes(_group_of(before))))
+        given = room[4] if isinstance(before, Gaps) else before.numpy(), carried
+        drawing = noise.keys, noise.temperatures, tokens
 
         def compute(numbers: Any, part: int, parts: int) -> None:
-            self._kernel.draw_chains(self._of_model, memory, steps, drawing, given, room, numbers, part, parts)
+            meeting = numbers, part, parts
+            self._kernel.draw_chains(self._of_model, self._memory, of_gaps, steps, drawing, given, room, meeting)
 
-        layers.in_meetings(compute, self._work(rows))
+        layers.in_meetings(compute, work)
         return tokens
 
     def compile(self) -> None:
         """Compile the code, if it can be asked for: draw nothing."""
         if self.most_rows == 0:
             return
-        began, nothing = perf_counter(), np.zeros((0, 1), np.int64)
-        steps = (np.zeros(0, np.int64), *[nothing] * 4, np.zeros(1, np.int64))
-        room = self._room(1)
-        drawing, given = (np.zeros((0, 1), np.uint64), np.zeros(1), nothing), (room[4], room[0])
-        memory, numbers = self._memory(ChainRows([], [], [])), np.zeros((1, 2), np.int64)
-        self._kernel.draw_chains(self._of_model, memory, steps, drawing, given, room, numbers, 0, 1)
+        began, nothing, none = perf_counter(), np.zeros((0, 1), np.int64), np.zeros(0, np.int64)
+        steps = (none, *[nothing] * 4, none, np.zeros((0, 0), np.int32), none)
+        room, drawing = self._room(1, 1), (np.zeros((0, 1), np.uint64), np.zeros(1), nothing)
+        given, meeting = (room[4], room[0]), (np.zeros((1, 2), np.int64), 0, 1)
+        of_gaps = self._gaps(torch.empty(0))
+        self._kernel.draw_chains(self._of_model, self._memory, of_gaps, steps, drawing, given, room, meeting)
         log.info("compiled chains are ready (%.1f s)", perf_counter() - began)
+
+    def can_read(self, gaps: Gaps) -> bool:
+        """Whether the chains' call can read the gaps, too."""
+        return len(gaps.ids) <= self._layers.block_rows and gaps.attention.by_blocks is not None
 
     def _work(self, rows: ChainRows) -> int:
         """Bytes for each layer, with a share of the head's product: threads meet in a step six times for each layer,
@@ -123,19 +143,18 @@ class ChainCode:
         of_head, number = self._head.work * -(-count // layers.tile_rows), layers.count
         return 2 * (number * of_layer + of_head) // (2 * number + 1)
 
-    @property
+    @cached_property
     def _of_model(self) -> tuple[Any, ...]:
-        if self._parts is None:
-            model, layers = self._model, self._layers
-            body, norm_of, run = model.body, layers.norm_of, layers.first_run
-            is_head = model.states_norm is not None
-            token_norm = norm_of(body.layers[0].before_attention if is_head else no_norm)
-            states_norm = norm_of(no_norm if model.states_norm is None else model.states_norm)
-            factor = rounded(body.config.traits.embedding_multiplier, body.dtype)
-            entry = (as_stored(body.embedding), factor, token_norm, states_norm, is_head, model.enters_normed)
-            ending = layers.last_norm, layers.factor, norm_of(body.norm), layers.product_of(self._head)
-            self._parts = entry, run.given, run.addresses, ending, model.reads_normed
-        return self._parts
+        """See the kernel. The forms of the products must be chosen."""
+        model, layers = self._model, self._layers
+        body, norm_of, run = model.body, layers.norm_of, layers.first_run
+        is_head = model.states_norm is not None
+        token_norm = norm_of(body.layers[0].before_attention if is_head else no_norm)
+        states_norm = norm_of(no_norm if model.states_norm is None else model.states_norm)
+        factor = rounded(body.config.traits.embedding_multiplier, body.dtype)
+        entry = (as_stored(body.embedding), factor, token_norm, states_norm, is_head, model.enters_normed)
+        ending = layers.last_norm, layers.factor, norm_of(body.norm), layers.product_of(self._head)
+        return entry, run.given, run.addresses, ending, model.reads_normed
 
     def _steps(self, rows: ChainRows) -> tuple[Any, ...]:
         """See the kernel."""
@@ -147,21 +166,37 @@ class ChainCode:
         positions = np.arange(columns - 1)[:, None] + np.array(rows.lengths, np.int64)
         nothing = np.zeros(count, np.int64)
         firsts = np.zeros_like(positions) if self._window is None else np.maximum(positions - (self._window - 1), 0)
-        return counts, positions, places, firsts, positions + 1, nothing
-
-    def _memory(self, rows: ChainRows) -> tuple[Any, ...]:
         tables = [self._storage.table(slot) for slot in rows.slots]
-        padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        padded = np.zeros((count, max(map(len, tables))), np.int32)
         for s, table in enumerate(tables):
             padded[s, : len(table)] = table
-        first_rows, reader = np.arange(len(tables) + 1), self._reader
-        nobody = np.zeros(0, np.int64), np.empty((len(tables), 0), self._layers.number)
-        return reader.blocks(0), reader.addresses, self._layers.first_run.turns, padded, first_rows, nobody
+        return counts, positions, places, firsts, positions + 1, nothing, padded, np.arange(count + 1)
 
-    def _room(self, count: int) -> tuple[Any, ...]:
+    def _gaps(self, before: Gaps | Tensor) -> tuple[Any, ...]:
+        """See the kernel."""
+        if not isinstance(before, Gaps):
+            none = np.zeros(0, np.int64)
+            return none, none, none, (np.zeros((0, 0), np.int32), none, (none,) * 5), none
+        attention = before.attention
+        seen = self._reader.seen(_group_of(before), self._window)
+        places = attention.positions.numpy(), attention.plan.cache_rows.numpy()
+        return before.ids.numpy(), *places, seen, np.array(before.begins, np.int64)
+
+    @cached_property
+    def _memory(self) -> tuple[Any, ...]:
+        """See the kernel."""
+        nobody, reader = (np.zeros(0, np.int64), np.empty((0, 0), self._layers.number)), self._reader
+        return reader.blocks(0), reader.addresses, self._layers.first_run.turns, nobody
+
+    def _room(self, count: int, most: int) -> tuple[Any, ...]:
         """See the kernel. It is less than what single steps with filters take, for which the budget has room."""
         layers, hidden = self._layers, self._model.body.config.hidden_size
-        inputs = layers.nothing if self._model.states_norm is None else np.empty((count, 2 * hidden), layers.number)
-        states = [np.empty((count, hidden), layers.number) for _ in range(3)]
+        inputs = layers.nothing if self._model.states_norm is None else np.empty((most, 2 * hidden), layers.number)
+        states = [np.empty((most, hidden), layers.number) for _ in range(3)]
         race = np.empty((1, self.vocab_size), np.float32), np.empty((1, self.vocab_size), np.int64)
-        return *states, inputs, np.empty((count, self.vocab_size), layers.number), layers.room(count), race
+        return *states, inputs, np.empty((count, self.vocab_size), layers.number), layers.room(most), race
+
+
+def _group_of(gaps: Gaps) -> BlockGroup:
+    assert gaps.attention.by_blocks is not None, "can_read() asks first"
+    return gaps.attention.by_blocks[1]

@@ -123,9 +123,9 @@ class Runner:
         """What compiled code draws chains with; None: it does not know the model."""
         return ChainModel(self.decoder) if isinstance(self.decoder, Decoder) else None
 
-    def chain_states(self, sequences: Seq[Sequence]) -> Tensor | None:
-        """What a head reads beside the first drafts of these sequences [n, hidden]; None: the model reads drafts
-        only."""
+    def chain_states(self, sequences: Seq[Sequence], gaps: PlannedPass | None = None) -> Tensor | None:
+        """What a head reads beside the first drafts of these sequences [n, hidden], or beside their gaps [N, hidden];
+        None: it is no head."""
         return None
 
     def take_forwards(self) -> tuple[Forward, ...]:
@@ -175,6 +175,10 @@ class Runner:
     def mark_finite(self, sequence: Sequence) -> None:
         """The sequence's memory has led to finite scores, so it is finite."""
         self._known_finite.add(sequence.handle)
+
+    def mark_unknown(self, handles: Iterable[int]) -> None:
+        """A pass writes into the memory of these sequences."""
+        self._known_finite.difference_update(handles)
 
     def clear_non_finite(self, sequence: Sequence) -> None:
         """The sequence's scores are not finite: take its memory out of the prefix index and clear it. Does not raise:
@@ -228,13 +232,8 @@ class Runner:
         ahead: the pass comes when the cache holds ahead[i] more tokens of the i-th feed's sequence; (): no more. Raises
         CacheFull if no memory is reserved for a feed and none is free.
         """
-        ids: list[int] = []
-        spans: list[Span] = []
-        logit_rows: list[int] = []
-        prompt_rows: list[int] = []
-        draft_rows: list[int] = []
-        draft_places: list[int] = []
-        draft_index = -1
+        ids, spans, logit_rows, prompt_rows = list[int](), list[Span](), list[int](), list[int]()
+        draft_rows, draft_places, draft_index = list[int](), list[int](), -1
         for feed, more in zip(feeds, ahead or [0] * len(feeds), strict=True):
             draft_index += feed.outputs > 0
             handle = feed.sequence.handle
@@ -276,7 +275,7 @@ class Runner:
         The logits of prompt rows can be many, so only their states are kept, until the next pass: see `prompt_logits`.
         drafts [B, ≥ max drafts]: row i holds the draft ids of the i-th feed with outputs.
         """
-        self._known_finite.difference_update(planned.handles)
+        self.mark_unknown(planned.handles)
         assert planned.ids is not None, "a step has its own ids"
         tokens = planned.ids.tensor
         if drafts is not None and planned.draft_rows is not None:
@@ -301,7 +300,7 @@ class Runner:
         key: what the region depends on beside this model, with the layout of its numbers; None: it is not captured.
         """
         self.staging.send()
-        self._known_finite.difference_update(counts)
+        self.mark_unknown(counts)
         self._prompt_states = None
         graphs = self.staging.graphs
         assert graphs is not None, "only an engine with graphs has captured rounds"
@@ -371,13 +370,14 @@ class Runner:
         return WatchedStates(reader.layers) if reader is not None and reader.wants(feeds) else None
 
     def _plan_ahead(self, spans: Seq[Span]) -> PagedPlan | None:
-        """The plan of a pass whose numbers are put on their way with it; None: `_attention` makes it."""
+        """The plan of a pass whose numbers are put on their way with it; None: `attention` makes it."""
         if not self.attention_plans.ahead:
             return None
         self.storage.prepare()
         return self.attention_plans.plan_ahead(spans, self.staging)
 
-    def _attention(self, planned: PlannedPass) -> Attention | PagedAttention:
+    def attention(self, planned: PlannedPass) -> Attention | PagedAttention:
+        """The attention of a planned pass."""
         if planned.paged is None:
             self.storage.prepare()
         return self.attention_plans.attention(planned.spans, planned.paged)
@@ -385,7 +385,7 @@ class Runner:
     def _forward(self, planned: PlannedPass, tokens: Tensor, watched: WatchedStates | None) -> tuple[Tensor, Tensor]:
         """(logits of the rows that give any, states of all rows). What is timed leaves out prompt rows."""
         began = mark(self.device)
-        attention, ahead = self._attention(planned), planned.ahead
+        attention, ahead = self.attention(planned), planned.ahead
         if ahead is None or self.look_ahead is None:
             hidden = self.decoder.forward(tokens, attention, watched)
         else:

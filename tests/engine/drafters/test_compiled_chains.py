@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.drafters.model as model_module
 import engine.models.compiled as compiled_code
 from engine.drafters.base import NO_TOKEN, Draft, DraftBatch
-from engine.drafters.compiled_chains import draw_compiled
+from engine.drafters.compiled_chains import CompiledChains
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.heads.eagle_runner import HeadRunner
@@ -75,7 +74,7 @@ class Seen:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Seen]:
     """Call it before a run. Argument: whether compiled code may draw."""
-    propose, draw = ModelDrafter.propose, draw_compiled
+    propose, plan = ModelDrafter.propose, CompiledChains.of
     seen, may_draw = Seen([]), True
 
     def proposed(self: ModelDrafter, batch: DraftBatch, ks: Sequence[int]) -> Draft:
@@ -85,13 +84,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Seen]:
             seen.drafts.append((draft.ks, tokens, draft.steps, draft.read))
         return draft
 
-    def drawn(*given: Any) -> Draft | None:
-        draft = draw(*given) if may_draw else None
-        seen.compiled += draft is not None
-        return draft
+    def planned(*given: Any) -> CompiledChains | None:
+        chains = plan(*given) if may_draw else None
+        seen.compiled += chains is not None
+        return chains
 
     monkeypatch.setattr(ModelDrafter, "propose", proposed)
-    monkeypatch.setattr(model_module, "draw_compiled", drawn)
+    monkeypatch.setattr(CompiledChains, "of", planned)
 
     def begin(allowed: bool) -> Seen:
         nonlocal seen, may_draw
@@ -128,7 +127,7 @@ def run(pair: Pair, watched: Callable[[bool], Seen], allowed: bool, **config: An
 
 def drawn_columns(given: tuple[Any, ...]) -> int:
     """How many columns a call of the kernel draws; 0: it only compiles."""
-    (counts, *_) = given[2]
+    (counts, *_) = given[3]
     return len(counts)
 
 
@@ -156,7 +155,7 @@ def test_threads_share_the_work(
 
         def shared(*given: Any, parts: set[tuple[int, int]] = parts, real: Any = real) -> None:
             if drawn_columns(given):
-                parts.add(given[-2:])
+                parts.add(given[-1][1:])
             real(*given)
 
         with monkeypatch.context() as patched:
@@ -199,8 +198,8 @@ def faults() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
         counts, positions, places, *rest = steps(self, rows)
         return counts, positions, np.roll(places, 1, 0), *rest
 
-    def other_states(self: HeadRunner, sequences: Any) -> Tensor | None:
-        found = states(self, sequences)
+    def other_states(self: HeadRunner, *given: Any) -> Tensor | None:
+        found = states(self, *given)
         return None if found is None else found.roll(1, 1)
 
     return {
@@ -370,7 +369,7 @@ def test_a_call_that_fails_costs_its_drafts_only(
     monkeypatch.setattr(cpu_chains, "draw_chains", failing)
     seen, same = run(pair_of("safeailab"), watched, True)
     assert calls[0] > 10
-    assert seen.compiled == calls[0] - (calls[0] + 1) // 3
+    assert seen.compiled == calls[0]
     assert texts == same
 
 

@@ -378,7 +378,7 @@ def _pass(model: Decoder, texts: int, rows: int) -> tuple[Tensor, Any]:
         runner.cache.allocate(slot)
         runner.cache.reserve(slot, rows)
     planned = runner.prepare([Feed(make_sequence(slot, TEXTS[slot]), rows) for slot in range(texts)])
-    return torch.tensor([TEXTS[slot][:rows] for slot in range(texts)]).flatten(), runner._attention(planned)
+    return torch.tensor([TEXTS[slot][:rows] for slot in range(texts)]).flatten(), runner.attention(planned)
 
 
 def test_a_head_with_inputs_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
