@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device.round_clock import Forward, mark
+from engine.device.round_clock import Forward, Mark, mark
 from engine.drafters.base import Draft, DraftBatch
 from engine.models.attention import Attention
 from engine.models.chain_code import ChainCode, ChainNoise, ChainRows, Gaps
@@ -60,24 +60,28 @@ class CompiledChains:
             scores = scores[self.order]
         states = runner.chain_states(self.sequences)
         tokens = self.code.draw(self._rows(runner), self.noise, scores.contiguous(), states)
-        return self._end(runner, Forward(began, mark(runner.device), sum(self.depths)), tokens)
+        return self._end(runner, began, tokens)
 
     def read_and_draw(self, runner: Runner, feeds: Seq[Feed]) -> Draft:
-        """Read the gaps of the active sequences, and draw the chains."""
-        began, planned = mark(runner.device), runner.prepare(feeds)
-        assert planned.ids is not None, "gaps are committed tokens"
-        ends, attention = list(accumulate(feed.count for feed in feeds)), runner.attention(planned)
-        assert isinstance(attention, Attention), "compiled code is for CPUs"
-        gaps = Gaps(planned.ids.tensor, attention, [ends[n] - 1 for n in self.order])
-        if not self.code.can_read(gaps):
+        """Read the gaps of the active sequences, and draw the chains. feeds: one for each, in the order of the active
+        ones."""
+        ends, planned = list(accumulate(feed.count for feed in feeds)), runner.prepare(feeds)
+        if ends[-1] > self.code.most_read:
             return self.draw(runner, runner.compute(planned))
+        began, attention = mark(runner.device), runner.attention(planned)
+        assert isinstance(attention, Attention), "compiled code is for CPUs"
+        if attention.by_blocks is None:
+            del attention  # it may hold a large mask
+            return self.draw(runner, runner.compute(planned))
+        assert planned.ids is not None, "gaps are committed tokens"
+        gaps = Gaps(planned.ids.tensor, attention, [ends[n] - 1 for n in self.order])
         runner.mark_unknown(planned.handles)
         rows = self._rows(runner, {feed.sequence.handle: feed.count for feed in feeds})
         tokens = self.code.draw(rows, self.noise, gaps, runner.chain_states(self.sequences, planned))
         for feed in feeds:
             runner.cache.extend(feed.sequence.handle, feed.count)
         runner.chains.end([feed.sequence for feed in feeds])
-        return self._end(runner, Forward(began, mark(runner.device), ends[-1] + sum(self.depths)), tokens)
+        return self._end(runner, began, tokens, ends[-1])
 
     def _rows(self, runner: Runner, gaps: dict[int, int] | None = None) -> ChainRows:
         """gaps: tokens that are read before the chains, by handle."""
@@ -85,13 +89,13 @@ class CompiledChains:
         lengths = [cache.length(handle) + (gaps or {}).get(handle, 0) for handle in handles]
         return ChainRows([cache.slot(handle) for handle in handles], lengths, self.depths)
 
-    def _end(self, runner: Runner, forward: Forward, tokens: np.ndarray) -> Draft:
+    def _end(self, runner: Runner, began: Mark, tokens: np.ndarray, of_gaps: int = 0) -> Draft:
+        read = sum(self.depths) - len(self.depths)
+        runner.forwards.append(Forward(began, mark(runner.device), of_gaps + read))
         for sequence, depth in zip(self.sequences, self.depths, strict=True):
             runner.cache.extend(sequence.handle, depth - 1)  # the last draft is not fed
-        runner.forwards.append(forward)
         table, drawn = np.zeros((self.count, self.depths[0]), np.int64), [0] * self.count
         table[self.indices] = tokens.T
         for i, depth in zip(self.indices, self.depths, strict=True):
             drawn[i] = depth
-        read = sum(self.depths) - len(self.depths)
         return Draft(tuple(drawn), torch.from_numpy(table), steps=self.depths[0] - 1, read=read)

@@ -122,7 +122,7 @@ class ModelDrafter:
         trees = self._plan_trees(batch, {i: shapes[i] for i in active if i in shapes}, joining) if shapes else None
         compiled = self._compiled(batch, limits, chains) if chains and planned is None else None
         drafts, first = [], None
-        if compiled is not None and len(feeds) == len(chains):  # nothing else is read
+        if compiled is not None and len(feeds) == len(chains):  # no trees, and no pieces of prompts
             drafts.append(compiled.read_and_draw(self.runner, feeds))
         elif feeds:
             first = self.runner.run(feeds) if planned is None else self.runner.compute(planned)

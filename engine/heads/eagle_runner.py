@@ -228,6 +228,7 @@ class HeadRunner(Runner):
     def chain_states(self, sequences: Seq[Sequence], gaps: PlannedPass | None = None) -> Tensor | None:
         if gaps is not None:
             assert gaps.state_rows is not None, "committed tokens have rows of states"
+            self._outputs = self._steps = None  # nobody keeps those of this pass
             return self._pass.head.project(self.states.take(gaps.state_rows.tensor))
         return _take(self._steps, self._put(self._chain_rows.find([(s.handle, ROOT) for s in sequences])))
 

@@ -4,7 +4,8 @@ one call.
 A step of a small draft model is some 300 µs of arithmetic. To plan it, to call its operations and to draw from its
 logits one by one takes twice as long, because the weights that pass in between drive Python out of the caches.
 
-Rows are sequences, the longest chain first, so that those which still draft are the first ones.
+Rows of a step are sequences, the longest chain first, so that those which still draft are the first ones. Rows of the
+gaps are tokens, in the order of the pass.
 """
 
 from typing import Any
@@ -49,11 +50,12 @@ def winner(scores: Any, row: int, key: Any, temperature: float, room: Any) -> in
 
 @compiled_exactly
 def begin(tokens: Any, entry: Any, states: Any, x: Any, added: Any, inputs: Any) -> None:
-    """What enters the layers of a step that reads tokens [n]: x + added [n, hidden], and inputs [n, 2 · hidden] of a
+    """What enters the layers of a pass that reads tokens [n]: x + added [n, hidden], and inputs [n, 2 · hidden] of a
     head's first product.
 
     entry: (embedding [vocab, hidden], its factor, norms of embedding and states, whether it is a head, whether the
-    normed states enter). states [n, hidden]: a head's own outputs of the step before.
+    normed states enter). states [n, hidden]: what a head reads beside the tokens, the target's states or its own
+    outputs of the step before.
     """
     embedding, factor, token_norm, state_norm, is_head, enters_normed = entry
     number, width = x.dtype.type, x.shape[1]
@@ -132,19 +134,19 @@ def draw_chains(
             seen = firsts[column, :count], at, nothing[:count], ends[column, :count], ends[column, :count]
             rows = tables[:count], first_rows[: count + 1], seen
         n = len(ids)
-        if part == 0:
-            begin(ids, entry, states[:n], x[:n], added[:n], inputs[:n])
+        start, end = (n * part // parts, n * (part + 1) // parts) if column < 0 else (0, n if part == 0 else 0)
+        if end > start:
+            some = states[start:end], x[start:end], added[start:end], inputs[start:end]
+            begin(ids[start:end], entry, *some)
         meet(numbers, met + 1, parts)
         own, space = (x[:n], added[:n], joined[:n]), (qkv[:n], queries[:n], attended[:n], gated[:n])
         where, waits = (pool, (turns, at, to), rows), (numbers, met + 1, 0)
         add_layers(own, layer, (addresses, pools), inputs[:n], where, nobody, space, waits, part, parts)
         met += MEETINGS + STAGES * len(addresses)
         if part == 0:
-            join(x[:n], added[:n], joining, factor, x[:n])
             for row in range(count):
-                last = begins[row] if column < 0 else row
-                for i in range(x.shape[1]):
-                    states[row, i] = x[last, i]
+                of = begins[row] if column < 0 else row
+                join(x[of : of + 1], added[of : of + 1], joining, factor, states[row : row + 1])
             normalise(states[:count], norm, joined[:count])
             if reads_normed:
                 for row in range(count):

@@ -36,7 +36,7 @@ class ChainRows(NamedTuple):
     """The sequences that a chain is drawn for, the longest chain first."""
 
     slots: Seq[int]
-    lengths: Seq[int]  # positions that the memory holds of each
+    lengths: Seq[int]  # positions that the memory holds of each, with its gap
     depths: Seq[int]  # drafts of each
 
 
@@ -52,7 +52,7 @@ class Gaps(NamedTuple):
 
     ids: Tensor  # [N] int64
     attention: Attention  # by blocks
-    begins: Seq[int]  # the row behind which each chain begins
+    begins: Seq[int]  # the row behind which each chain begins, in the order of ChainRows
 
 
 class ChainCode:
@@ -131,9 +131,10 @@ class ChainCode:
         self._kernel.draw_chains(self._of_model, self._memory, of_gaps, steps, drawing, given, room, meeting)
         log.info("compiled chains are ready (%.1f s)", perf_counter() - began)
 
-    def can_read(self, gaps: Gaps) -> bool:
-        """Whether the chains' call can read the gaps, too."""
-        return len(gaps.ids) <= self._layers.block_rows and gaps.attention.by_blocks is not None
+    @property
+    def most_read(self) -> int:
+        """Tokens of gaps that the chains' call reads at most: with more, other products are faster."""
+        return self._layers.block_rows
 
     def _work(self, rows: ChainRows) -> int:
         """Bytes for each layer, with a share of the head's product: threads meet in a step six times for each layer,
@@ -189,7 +190,8 @@ class ChainCode:
         return reader.blocks(0), reader.addresses, self._layers.first_run.turns, nobody
 
     def _room(self, count: int, most: int) -> tuple[Any, ...]:
-        """See the kernel. It is less than what single steps with filters take, for which the budget has room."""
+        """See the kernel. The budget has room for it: it is less than what the pass of a prompt takes, and single steps
+        with filters."""
         layers, hidden = self._layers, self._model.body.config.hidden_size
         inputs = layers.nothing if self._model.states_norm is None else np.empty((most, 2 * hidden), layers.number)
         states = [np.empty((most, hidden), layers.number) for _ in range(3)]
@@ -198,5 +200,5 @@ class ChainCode:
 
 
 def _group_of(gaps: Gaps) -> BlockGroup:
-    assert gaps.attention.by_blocks is not None, "can_read() asks first"
+    assert gaps.attention.by_blocks is not None, "who plans the gaps asks first"
     return gaps.attention.by_blocks[1]

@@ -124,8 +124,8 @@ class Runner:
         return ChainModel(self.decoder) if isinstance(self.decoder, Decoder) else None
 
     def chain_states(self, sequences: Seq[Sequence], gaps: PlannedPass | None = None) -> Tensor | None:
-        """What a head reads beside the first drafts of these sequences [n, hidden], or beside their gaps [N, hidden];
-        None: it is no head."""
+        """What a head reads beside the first drafts of these sequences [n, hidden], or beside the rows of their gaps'
+        pass [N, hidden], behind which it has no outputs for trees. None: it is no head."""
         return None
 
     def take_forwards(self) -> tuple[Forward, ...]:

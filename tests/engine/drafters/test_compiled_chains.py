@@ -16,7 +16,8 @@ from engine.drafters.compiled_chains import CompiledChains
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.heads.eagle_runner import HeadRunner
-from engine.kernels import cpu_chains
+from engine.kernels import cpu_chains, cpu_layers
+from engine.models.attention import Attention
 from engine.models.chain_code import ChainCode
 from engine.models.linear import Linear
 from engine.models.runner import Runner
@@ -131,6 +132,18 @@ def drawn_columns(given: tuple[Any, ...]) -> int:
     return len(counts)
 
 
+def watched_gaps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of gaps that each call of the kernel reads from now on."""
+    real, read = cpu_chains.draw_chains, list[int]()
+
+    def draw_chains(*given: Any) -> None:
+        read.append(len(given[2][0]))
+        real(*given)
+
+    monkeypatch.setattr(cpu_chains, "draw_chains", draw_chains)
+    return read
+
+
 # --- the same drafts -------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +157,44 @@ def test_drafts_are_those_of_single_steps(
     assert texts == same
     assert (one.compiled > 10, other.compiled) == (True, 0)
     assert {len({k for k in ks if k}) for ks, *_ in one.drafts} >= {1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ["mistral", "speculators"])
+@pytest.mark.parametrize("elsewhere", ["by rows", "by torch"])
+def test_gaps_that_are_read_elsewhere(
+    elsewhere: str,
+    name: str,
+    pair_of: Callable[[str], Pair],
+    watched: Callable[[bool], Seen],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chains are drawn behind their pass."""
+    other, texts = run(pair_of(name), watched, False)
+    if elsewhere == "by rows":
+        monkeypatch.setattr(ChainCode, "most_read", 0)
+    else:
+        monkeypatch.setattr(Attention, "by_blocks", None)
+    read = watched_gaps(monkeypatch)
+    one, same = run(pair_of(name), watched, True)
+    assert (one.drafts, same) == (other.drafts, texts)
+    assert one.compiled > 10
+    assert set(read) == {0}
+
+
+def test_long_gaps_are_read_in_parts(
+    pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than a stage computes at once; alone, and by threads that have rows of their own."""
+    monkeypatch.setattr(compiled_code, "PART_BYTES", 1)
+    prompts, read, results = [tuple(range(n, n + 100)) for n in (2, 50)], watched_gaps(monkeypatch), list[Seen]()
+    for allowed, threads in ((False, 1), (True, 1), (True, 3)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        engine = make(pair_of("speculators"), max_model_len=128, max_step_tokens=256, prefill_chunk=256)
+        seen, (every, other, *_) = watched(allowed), (given for (given,) in requests().values())
+        drive(engine, [replace(r, prompt_ids=ids) for r, ids in zip((every, other), prompts, strict=True)])
+        results.append(seen)
+    assert results[0].drafts == results[1].drafts == results[2].drafts
+    assert max(read) > 3 * cpu_layers.OWN_ROWS
 
 
 def test_threads_share_the_work(
