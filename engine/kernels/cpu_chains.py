@@ -112,13 +112,11 @@ def draw_chains(
     the race's room). meeting: (where the parts meet, part, parts).
     """
     entry, layer, addresses, (joining, factor, norm, head), reads_normed = model
-    pool, pools, turns, nobody = memory
-    read, read_at, read_to, read_seen, begins = gaps
+    (pool, pools, turns, nobody), (read, read_at, read_to, read_seen, begins) = memory, gaps
     counts, positions, places, firsts, ends, nothing, tables, first_rows = steps
-    keys, temperatures, tokens = drawing
-    (scores, states), (x, added, joined, inputs, logits, (qkv, queries, attended, gated), of_race) = given, room
+    (keys, temperatures, tokens), (scores, states) = drawing, given
+    (x, added, joined, inputs, logits, (qkv, queries, attended, gated), of_race), met = room, 0
     numbers, part, parts = meeting
-    met = 0
     for column in range(-1 if len(read) else 0, len(counts)):
         if column < 0:
             ids, at, to, rows, count = read, read_at, read_to, read_seen, len(begins)

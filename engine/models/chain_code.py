@@ -79,14 +79,16 @@ class ChainCode:
         if model.states_norm is not None:
             norms += [model.states_norm, body.layers[0].before_attention]
         plain = traits.logit_divisor == 1 and traits.logit_softcap is None
-        if not plain or not layers.is_one_run or not all(isinstance(norm, RMSNorm) for norm in norms):
+        if not plain or not all(isinstance(norm, RMSNorm) for norm in norms):
             return None
         return cls(model, layers, head, storage)
 
     @property
     def most_rows(self) -> int:
-        """Sequences that it draws for at most: with more, other products are faster."""
-        return min(self._layers.block_rows, compiled_to(self._head.choice))
+        """Sequences that it draws for at most: with more, other products are faster. 0: there are no compiled products,
+        or layers differ in more than their weights."""
+        rows = min(self._layers.block_rows, compiled_to(self._head.choice))
+        return rows if rows > 0 and self._layers.is_one_run else 0
 
     @property
     def vocab_size(self) -> int:

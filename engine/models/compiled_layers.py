@@ -158,6 +158,7 @@ class CompiledLayers:
 
     @property
     def is_one_run(self) -> bool:
+        """The forms of the products must be chosen, and compiled ones be among them."""
         return len(self._runs) == 1
 
     @property

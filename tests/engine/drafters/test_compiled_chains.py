@@ -339,6 +339,20 @@ def test_laws_are_made_step_by_step(
         assert (seen.compiled > 0) is expected
 
 
+@pytest.mark.parametrize("name", ["llama", "safeailab"])
+def test_models_without_compiled_products_draft_step_by_step(
+    name: str, pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(products: Sequence[Linear], **_: object) -> int:
+        for product in products:
+            product.use(["plain"])
+        return 0
+
+    monkeypatch.setattr("engine.models.products.choose_forms", choose)
+    seen, _ = run(pair_of(name), watched, True)
+    assert (seen.compiled, bool(seen.drafts)) == (0, True)
+
+
 def test_a_batch_that_is_faster_elsewhere_is_drawn_step_by_step(
     pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:

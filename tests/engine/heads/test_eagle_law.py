@@ -67,6 +67,8 @@ class TableHead:
     block_rows: int = 0
     layers: tuple[int, ...] = (1,)
     state_width: int = 1
+    vocabulary: None = None
+    hidden_norm: None = None
 
     def project(self, states: Tensor) -> Tensor:
         return states

@@ -249,7 +249,7 @@ def test_two_threads_share_channels_of_few_rows_and_many_rows(
     written = list[Tensor]()
 
     def add_layers(*given: Any) -> None:
-        (qkv, *_), (numbers, _), part = given[-4], given[-3], given[-2]
+        (qkv, *_), (numbers, *_), part = given[-4], given[-3], given[-2]
         if part == 0:
             qkv.fill(np.nan)
             numbers[0, cpu_layers.ENDED] = 1  # nobody waits for the other

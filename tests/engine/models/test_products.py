@@ -197,7 +197,7 @@ def test_weights_that_are_laid_out_as_they_are_read_are_the_stored_ones(
     if source == "bfloat16":
         tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / WEIGHTS).items()}
         save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-    monkeypatch.setattr(product_choice, "best_choice", lambda times, *given: (form,))
+    monkeypatch.setattr(product_choice, "best_choice", lambda times, *given, **_: (form,))
     monkeypatch.setattr(product_choice, "best_layers", lambda times, *given: dict.fromkeys(times, (form,)))
     monkeypatch.setattr(shards, "KEPT_SHARE", 1)
     decoders = {
