@@ -134,8 +134,7 @@ def draw_chains(
         n = len(ids)
         start, end = (n * part // parts, n * (part + 1) // parts) if column < 0 else (0, n if part == 0 else 0)
         if end > start:
-            some = states[start:end], x[start:end], added[start:end], inputs[start:end]
-            begin(ids[start:end], entry, *some)
+            begin(ids[start:end], entry, states[start:end], x[start:end], added[start:end], inputs[start:end])
         meet(numbers, met + 1, parts)
         own, space = (x[:n], added[:n], joined[:n]), (qkv[:n], queries[:n], attended[:n], gated[:n])
         where, waits = (pool, (turns, at, to), rows), (numbers, met + 1, 0)
