@@ -72,7 +72,7 @@ class EagleHead:
 
     @property
     def weight_bytes(self) -> int:
-        """Of what it does not share with the target."""
+        """Bytes of the weights that the head does not share with the target."""
         return self.own_embedding_bytes + sum(product.num_bytes for product in self.own_products)
 
     def project(self, states: Tensor) -> Tensor:

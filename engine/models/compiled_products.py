@@ -30,7 +30,7 @@ class Panels:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is multiplied with them."""
+        """The dtype of a product's inputs and results."""
         return torch.float32 if self.exact else self.numbers.dtype
 
     @property

@@ -183,7 +183,7 @@ class StoredWeight:
         self.shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
         self.dtype, self.device = source.dtype, source.device
         self.nbytes = prod(self.shape) * self.dtype.itemsize
-        self.narrow = source.narrow_dtype(parts)
+        self.narrow = source.narrow_dtype(parts)  # the files' dtype of 16 bits, which `narrowed` keeps; None: `dtype`
 
     def read(self) -> Tensor:
         """[Σ rows, …]. Raises ConfigError if it cannot be read."""

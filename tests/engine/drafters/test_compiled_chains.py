@@ -1,6 +1,6 @@
 """Chains that one call of compiled code draws are those that a draft model draws step by step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from engine.heads.eagle_runner import HeadRunner
 from engine.kernels import cpu_chains, cpu_layers
 from engine.models.attention import Attention
 from engine.models.chain_code import ChainCode
-from engine.models.linear import Linear
 from engine.models.runner import Runner
 from engine.sampling.noise import GumbelRace
 from engine.sampling.sampler import Sampler
@@ -28,6 +27,7 @@ from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, model_drafter
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.models.families import CASES, random_checkpoint
+from tests.engine.models.reader import in_form
 from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
 
 FAMILIES = ("llama", "llama with biases, yarn", "mistral", "qwen3", "phi3")
@@ -53,15 +53,10 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 
 
 @pytest.fixture(autouse=True)
-def compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def compiled_products() -> Iterator[None]:
     """All products are compiled, whatever is fastest here."""
-
-    def choose(products: Sequence[Linear], **_: object) -> int:
-        for product in products:
-            product.use(["plain"] if product.shape[0] < 32 else ["compiled"])
-        return 0
-
-    monkeypatch.setattr("engine.models.products.choose_forms", choose)
+    with in_form("compiled"):
+        yield
 
 
 @dataclass
@@ -341,15 +336,10 @@ def test_laws_are_made_step_by_step(
 
 @pytest.mark.parametrize("name", ["llama", "safeailab"])
 def test_models_without_compiled_products_draft_step_by_step(
-    name: str, pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen], monkeypatch: pytest.MonkeyPatch
+    name: str, pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen]
 ) -> None:
-    def choose(products: Sequence[Linear], **_: object) -> int:
-        for product in products:
-            product.use(["plain"])
-        return 0
-
-    monkeypatch.setattr("engine.models.products.choose_forms", choose)
-    seen, _ = run(pair_of(name), watched, True)
+    with in_form("plain"):
+        seen, _ = run(pair_of(name), watched, True)
     assert (seen.compiled, bool(seen.drafts)) == (0, True)
 
 

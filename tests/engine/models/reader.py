@@ -1,20 +1,22 @@
 """Feeds texts to a Runner in any manner and compares every row of logits with expected ones."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import chain
 
+import pytest
 import torch
 from torch import Tensor
 
 from engine.models.attention import AttentionPlan, plan_attention
 from engine.models.compiled_layers import CompiledLayers, products_of
-from engine.models.compiled_products import panels_of
+from engine.models.compiled_products import LEAST_CHANNELS, panels_of
 from engine.models.decoder import Decoder, LanguageModel
 from engine.models.feeds import Feed
-from engine.models.linear import COMPILED, Linear
+from engine.models.linear import COMPILED, Linear, ProductForm
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.runner import Runner
 from engine.models.spans import Span
@@ -40,6 +42,20 @@ def all_compiled(decoder: Decoder) -> Decoder:
         in_panels(product)
     few_rows.block_rows = sys.maxsize
     return replace(decoder, few_rows=few_rows)
+
+
+@contextmanager
+def in_form(form: ProductForm) -> Iterator[None]:
+    """Products whose forms are chosen meanwhile have this one, or are plain if they have too few channels for it."""
+
+    def choose(products: Sequence[Linear], **_: object) -> int:
+        for product in products:
+            product.use([form if product.shape[0] >= LEAST_CHANNELS else "plain"])
+        return 0
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("engine.models.products.choose_forms", choose)
+        yield
 
 
 def in_panels(product: Linear) -> Linear:

@@ -25,7 +25,7 @@ from engine.models.compiled_products import panels_of
 from engine.models.decoder import Decoder, WatchedStates
 from engine.models.feeds import Feed
 from engine.models.few_rows_choice import layers_for_few_rows
-from engine.models.linear import BUCKETS, Linear, ProductForm
+from engine.models.linear import BUCKETS
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.norm import RMSNorm
 from engine.models.pass_attention import PassAttention
@@ -35,7 +35,7 @@ from tests.engine.driving import make_sequence
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.models.families import CASES, WINDOW, random_checkpoint, reference
 from tests.engine.models.forest import BLOCKS, Forest
-from tests.engine.models.reader import LENGTH, SLOTS, Reader, all_compiled, in_panels, load_alone
+from tests.engine.models.reader import LENGTH, SLOTS, Reader, all_compiled, in_form, in_panels, load_alone
 from tests.engine.models.test_trees import VARIED, Decoders, make_texts, run_rounds
 from tests.engine.pairs import VOCAB
 from tests.kv import kv_layout
@@ -141,15 +141,7 @@ def test_negative_control_no_part_can_be_left_out(fault: str, checkpoint: Callab
 
 def make(checkpoint: str, dtype: torch.dtype, weights: Weights) -> Decoder:
     """All products compiled, the head's too."""
-    form: ProductForm = "compiled_int8" if weights.form == "int8" else "compiled"
-
-    def choose(products: Sequence[Linear], **_: object) -> int:
-        for product in products:
-            product.use([form])
-        return 0
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("engine.models.products.choose_forms", choose)
+    with in_form("compiled_int8" if weights.form == "int8" else "compiled"):
         source = open_checkpoint(checkpoint)
         return all_compiled(load_decoder(source, dtype=dtype, device=CPU, max_len=LENGTH, weights=weights))
 

@@ -3,7 +3,6 @@ as of widened ones."""
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +22,7 @@ from engine.models.product_choice import MIN_SWEEPS, choose_forms
 from engine.models.shards import Part, Shards, StoredWeight, TensorSource
 from engine.models.weight_files import WEIGHTS
 from tests.engine.models.families import CASES, random_checkpoint
-from tests.engine.models.reader import LENGTH
+from tests.engine.models.reader import LENGTH, in_form
 from tests.engine.models.test_compiled_layers import PASSES, logits_of
 from tests.engine.models.test_product_choice import ALWAYS_PACKED, Machine, Script
 from tests.engine.models.test_quantized_checkpoints import compressed, pack_quantized
@@ -64,14 +63,7 @@ def weight_of(source: TensorSource, *names: str) -> StoredWeight:
 
 def load(directory: str, form: ProductForm, dtype: torch.dtype = torch.float32) -> Decoder:
     """The decoder with all products in one form, and all passes in compiled layers where they are compiled."""
-
-    def choose(products: Sequence[Linear], **_: object) -> int:
-        for product in products:
-            product.use([form])
-        return 0
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("engine.models.products.choose_forms", choose)
+    with in_form(form):
         return load_decoder(open_checkpoint(directory), dtype=dtype, device=CPU, max_len=LENGTH)
 
 
@@ -219,8 +211,7 @@ def test_a_second_form_of_narrow_weights_takes_half_of_the_memory(tmp_path: Path
 
 def test_the_embedded_head_keeps_its_numbers() -> None:
     target = load(str(DEMO / "target"), "compiled")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("engine.models.products.choose_forms", lambda made, **_: [p.use(["compiled"]) for p in made])
+    with in_form("compiled"):
         head = load_eagle(
             open_eagle(DEMO / "eagle", "eagle3", target.config), target, dtype=torch.float32, device=CPU, max_len=LENGTH
         )
