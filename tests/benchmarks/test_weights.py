@@ -16,7 +16,8 @@ def test_the_tables_of_models(capsys: pytest.CaptureFixture[str], monkeypatch: p
     weights.main([*PAIR, "--prompts-count=3", "--max-tokens=6", "--turns=1", "--parts", *weights.PARTS[:5]])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     passes = {row["weights"]: row for row in report["passes"]}
-    assert passes["float32"]["MB"] / passes["int8"]["MB"] in (2, 4)  # as stored where products are compiled, else wide
+    # A product that is compiled multiplies weights as the files have them, in 16 bits; any other widens them to 32.
+    assert 2 <= passes["float32"]["MB"] / passes["int8"]["MB"] <= 4
     assert passes["int8"]["MB"] < passes["int8, head as is"]["MB"]
     assert passes["float32"]["over float32"] == 1
     assert {row["weights"] for row in report["bits"]} == set(passes)
