@@ -1,5 +1,5 @@
-"""Chains of drafts on a CPU, compiled by Numba for the CPU that it runs on: all steps of a draft model and all draws in
-one call.
+"""Chains of drafts on a CPU, compiled by Numba for the CPU that it runs on: the pass that reads the gaps, all steps of a
+draft model and all draws in one call.
 
 A step of a small draft model is some 300 µs of arithmetic. To plan it, to call its operations and to draw from its
 logits one by one takes twice as long, because the weights that pass in between drive Python out of the caches.
@@ -137,7 +137,7 @@ def draw_chains(
             begin(ids[start:end], entry, states[start:end], x[start:end], added[start:end], inputs[start:end])
         meet(numbers, met + 1, parts)
         own, space = (x[:n], added[:n], joined[:n]), (qkv[:n], queries[:n], attended[:n], gated[:n])
-        where, waits = (pool, (turns, at, to), rows), (numbers, met + 1, 0)
+        where, waits = (pool, (turns, at, to), rows), (numbers, met + 1, np.int64(0))  # 0 would be a type of its own
         add_layers(own, layer, (addresses, pools), inputs[:n], where, nobody, space, waits, part, parts)
         met += MEETINGS + STAGES * len(addresses)
         if part == 0:
