@@ -134,14 +134,13 @@ class WatchedStates:
 
     def take(self, table: Tensor) -> None:
         """Take the copies of a whole pass, [N, len(layers) · hidden]. Those behind the final norm come by keep()."""
-        self.table = table
-        self._columns = table.split_with_sizes((table.shape[1] // len(self.layers),) * len(self.layers), 1)
+        self.table, self._columns = table, ()
 
     def _copy(self, layer: int, states: Tensor) -> None:
+        rows, width = states.shape
         if self.table is None:
-            rows, width = states.shape
             self.table = states.new_empty(rows, len(self.layers) * width)
-            self._columns = self.table.split_with_sizes((width,) * len(self.layers), 1)
+        self._columns = self._columns or self.table.split_with_sizes((width,) * len(self.layers), 1)
         self._columns[self.layers.index(layer)].copy_(states)
 
 
