@@ -138,8 +138,8 @@ class SpecControl:
         return held
 
     def _best_is_here(self, candidates: Sequence[Candidate], alphas: Sequence[float]) -> bool:
-        """Whether of each drafter's sequences one is expected to accept as much as a sequence that joins would be. Where
-        no drafts pay for that one, they do not for those that join."""
+        """Whether some sequence of each drafter is expected to accept no less than one that joins. If no drafts pay for
+        the former, they do not pay for the latter."""
         best: dict[str, float] = {}
         for candidate, alpha in zip(candidates, alphas, strict=True):
             if candidate.source is not None:

@@ -1,5 +1,5 @@
-"""Chains of drafts on a CPU, compiled by Numba for the CPU that it runs on: the pass that reads the gaps, all steps of a
-draft model and all draws in one call.
+"""Chains of drafts on a CPU, compiled by Numba for the CPU that it runs on: the pass that reads the gaps, all steps of
+a draft model and all draws in one call.
 
 A step of a small draft model is some 300 µs of arithmetic. To plan it, to call its operations and to draw from its
 logits one by one takes twice as long, because the weights that pass in between drive Python out of the caches.
