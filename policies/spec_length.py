@@ -34,7 +34,6 @@ class ProbeBudget:
     drafting: bool = False  # whether it had any that no request had fixed
     rounds: int = 0  # since the last of these
     unmeasured: int = STALE - PROBE_EVERY  # rounds since plain ones were last measured: at first the profile holds
-    probed: bool = False  # whether the last choice was a probe
 
 
 Policy = Callable[[Observation, ProbeBudget], tuple[Choice, ProbeBudget]]
@@ -124,9 +123,7 @@ class Goodput:
             budget = replace(budget, drafts=0, drafting=False, unmeasured=0)
             return Choice(none, why, observation.trees, holds=compares), budget
         wait = 0.0  # rounds until a probe may come
-        # The first plain rounds after drafts show what the change costs. Behind a probe that is known from others.
-        may_rest = budget.rounds >= HOLDS or (before.probed and observation.change_s > 0)
-        if free.size and may_rest:
+        if free.size and budget.rounds >= HOLDS:
             place = free[observation.gaps[free].argmin()]
             probe, cost_s = self._probe(observation, best, int(place))
             if cost_s > budget.saved_s:
@@ -136,12 +133,12 @@ class Goodput:
                 wait = inf
             elif budget.rounds >= PROBE_EVERY:
                 why = tuple("probe" if n == place else reason for n, reason in enumerate(reasons))
-                budget = replace(budget, saved_s=budget.saved_s - cost_s, rounds=0, probed=True)
+                budget = replace(budget, saved_s=budget.saved_s - cost_s, rounds=0)
                 return Choice(probe, why, best.shapes, holds=PROBE_ROUNDS), budget
         depths = np.array(depths_of(ks.tolist(), best.shapes))
         newcomer_k = int(np.median(depths[free])) if free.size else 0  # a chain, until the next choice
         rests = 0
-        if not drafting and may_rest:
+        if not drafting and budget.rounds >= HOLDS:
             rests = int(min(max(wait, PROBE_EVERY), LONGEST_REST)) - HOLDS
         halved, resumed = before.drafts > 0 and before.drafts >= 2 * ks.sum(), drafting and before.rounds > 0
         holds = 1 if halved or resumed else HOLDS  # a drafter that fails is left alone sooner
