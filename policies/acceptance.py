@@ -117,10 +117,6 @@ class Estimator:
             result[places] = beliefs @ self._survival
         return result
 
-    def chance(self, source: str) -> float:
-        """Chance that the first draft for a sequence without drafts so far is accepted."""
-        return float(self._populations[source].law @ self._survival[:, 0])
-
     def sibling_chances(self, candidates: Sequence[Candidate], free: bool) -> Floats:
         """[B, RANKS − 1] as Observation.sibling_chances. free: whether the policy may choose trees."""
         result = np.zeros((len(candidates), RANKS - 1))

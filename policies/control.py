@@ -12,7 +12,7 @@ from policies.corrections import ChangeCost
 from policies.cost import CostModel, DraftCost
 from policies.held_choice import Decision, HeldChoice
 from policies.observation import SETTLING, WINDOW, Candidate, Choice, Drafted, Observation, RoundCost, Timing
-from policies.planner import TIE, expected_tokens, seconds
+from policies.planner import expected_tokens, seconds
 from policies.spec_length import ProbeBudget, make_policy
 from policies.trees import cut
 
@@ -133,18 +133,7 @@ class SpecControl:
         drafters = frozenset(c.source for c in candidates if c.source is not None and c.gap) if self.most else None
         again = 0 if any(candidate.guessed for candidate in candidates) else choice.holds - 1
         rest = 0 if choice.ks.any() else choice.rests
-        held = HeldChoice(decision, places, drafters, choice.newcomer_k, again, choice.surprises, rest)
-        held.rests_for_all = rest > 0 and self._best_is_here(candidates, decision.alphas)
-        return held
-
-    def _best_is_here(self, candidates: Sequence[Candidate], alphas: Sequence[float]) -> bool:
-        """Whether some sequence of each drafter is expected to accept no less than one that joins. If no drafts pay for
-        the former, they do not pay for the latter."""
-        best: dict[str, float] = {}
-        for candidate, alpha in zip(candidates, alphas, strict=True):
-            if candidate.source is not None:
-                best[candidate.source] = max(alpha, best.get(candidate.source, 0.0))
-        return all(alpha >= (1 - TIE) * self.estimator.chance(source) for source, alpha in best.items())
+        return HeldChoice(decision, places, drafters, choice.newcomer_k, again, choice.surprises, rest)
 
     def observe(self, timing: Timing | None, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:
         """A round has ended. timing: None: its time does not show what such a round takes. idle: sequences for which

@@ -47,11 +47,10 @@ class HeldChoice:
     rounds_left: int  # rounds that it may still be used for
     surprises: bool = True  # as in Choice
     rest_left: int = 0  # rounds before them that are not observed, if nobody fixed a k
-    rests_for_all: bool = False  # whether sequences that join would get no drafts either: see SpecControl
     same_sequences: bool = True  # whether the round runs the sequences that it was made for
     accepted: int = 0  # drafts, in the rounds of these sequences
     expected: float = 0.0  # drafts that these rounds were predicted to accept
-    _rest: tuple[list[int], Decision] | None = None  # of the last round of a rest: its sequences and their decision
+    _rest: tuple[dict[int, int | None], Decision] | None = None  # who ran in the last round of a rest, and its decision
 
     def suits(self, handles: Collection[int], drafters: Iterable[str | None]) -> bool:
         """Whether it may be used for these sequences: it was made for most of them, half of its own are left, and none
@@ -68,27 +67,17 @@ class HeldChoice:
 
         fixed: handle → k that the sequence's request asks for.
         """
-        if self.rest_left <= 0 or any(fixed.values()) or not self._rest_suits(fixed, drafters):
+        if self.rest_left <= 0 or any(fixed.values()) or not self.suits(fixed, drafters):
             return None
         self.rest_left -= 1
-        handles = list(fixed)
-        if self._rest is None or self._rest[0] != handles:
-            self._rest = handles, self._decide_rest(fixed)
-        return self._rest[1]
-
-    def _rest_suits(self, fixed: Mapping[int, int | None], drafters: Iterable[str | None]) -> bool:
-        """Whether these sequences may rest. More sequences make drafts dearer, so a rest that suits all that join ends
-        only when half of the load is gone."""
-        if self.drafters is None or not self.rests_for_all:
-            return self.suits(fixed, drafters)
-        return 2 * len(fixed) >= len(self.places) and self.drafters.issuperset(filter(None, drafters))
-
-    def _decide_rest(self, fixed: Mapping[int, int | None]) -> Decision:
-        if list(fixed) == list(self.places):
-            return self.decision
-        if self.drafters is not None and not self.rests_for_all and not fixed.keys() <= self.places.keys():
+        if self.drafters is not None and not fixed.keys() <= self.places.keys():
             self.rest_left = min(self.rest_left, NEWCOMER_WAIT)
-        return self.decide([Candidate(handle, k) for handle, k in fixed.items()], 0)
+        if self._rest is None or list(self._rest[0].items()) != list(fixed.items()):
+            decision = self.decision
+            if list(fixed) != list(self.places):
+                decision = self.decide([Candidate(handle, k) for handle, k in fixed.items()], 0)
+            self._rest = dict(fixed), decision
+        return self._rest[1]
 
     def decide(self, candidates: Sequence[Candidate], policy_most: int) -> Decision:
         """The decision for those candidates, within their present limits. policy_most: as in Candidate.limit."""

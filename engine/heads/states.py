@@ -154,15 +154,15 @@ class TargetStates:
             return
         self._late = None
         try:
-            count = len(late.passes)
-            together = count * len(late.handles) <= len(self._free)
-            for first in range(0, count, count if together else 1):
-                passes = late.passes[first : first + count] if together else [late.passes[first]]
+            first = 0
+            while first < len(late.passes):  # as many at once as there is room for without dropping older states
+                passes = late.passes[first : first + max(1, len(self._free) // len(late.handles))]
                 served = [
                     (self._begin(h, s + first), len(passes)) for h, s in zip(late.handles, late.starts, strict=True)
                 ]
                 states = torch.stack(passes, 1).flatten(0, 1)
                 self._copy_found(*self._rows_for(served, list(range(len(states)))), states)
+                first += len(passes)
         except Exception:
             self._lose_all()
 

@@ -68,10 +68,10 @@ def max_states(config: EngineConfig) -> int:
 
 def states_bytes(config: EngineConfig, models: Seq[Model]) -> int:
     """The most bytes that the target's states take while they wait for heads. Models that are no heads need none."""
-    return sum(table_bytes(config, m.state_width, m.dtype) for m in models if isinstance(m, EagleHead))
+    return sum(table_bytes(config, m.state_width, m.dtype, LATE_ROWS) for m in models if isinstance(m, EagleHead))
 
 
-def table_bytes(config: EngineConfig, width: int, dtype: torch.dtype) -> int:
+def table_bytes(config: EngineConfig, width: int, dtype: torch.dtype, late_rows: int = 0) -> int:
     """The most bytes that the states for one head take, with one row that nobody reads. width: numbers of a position's
-    states."""
-    return (max_states(config) + 1) * width * dtype.itemsize
+    states. late_rows: rows that wait for their copy, which is made by way of another one."""
+    return (max_states(config) + 1 + 2 * late_rows) * width * dtype.itemsize

@@ -96,8 +96,8 @@ class CompiledLayers:
         arrays = states.numpy(), np.zeros(x.shape, self.number), np.empty(x.shape, self.number)
         # NumPy's memory is there in a tenth of the time of torch's, but torch's profiler does not see it.
         layers = np.array([] if watched is None else watched.layers, np.int64)
-        table = np.empty((len(x), len(layers) * x.shape[1]), self.number)
-        own = (*room, *arrays[1:], table)
+        table = torch.empty(len(x), len(layers) * x.shape[1], dtype=self.wide)  # it outlives this pass
+        own = (*room, *arrays[1:])
         counted = counted_memory(lambda: sum(array.nbytes for array in own) + self.kernel_bytes(len(x), parts_of(work)))
         given = self.nothing if inputs is None else inputs.to(self.wide).contiguous().numpy()
         positions, rows = attention.positions.numpy(), attention.plan.cache_rows.numpy()
@@ -105,14 +105,14 @@ class CompiledLayers:
         for run in self._runs:
             first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
             memory = reader.blocks(first), (run.turns, positions, rows), reader.seen(group, run.window)
-            calls.append((arrays, run.given, addresses, given, memory, (layers, table)))
+            calls.append((arrays, run.given, addresses, given, memory, (layers, table.numpy())))
         self._compute(calls, room, work)
         del counted
         self._kernel.join(arrays[0], arrays[1], self.last_norm, self.factor, arrays[0])
         if states is not x:
             x.copy_(states)
         if watched is not None and len(layers):
-            watched.take(torch.from_numpy(table).to(x.dtype))
+            watched.take(table.to(x.dtype))
 
     def work(self, rows: int, seen_bytes: int) -> int:
         """Bytes that a layer reads, as in_parts counts them: its weights for each tile of rows, or its keys and values.

@@ -68,47 +68,6 @@ def test_a_newcomer_does_not_wait_for_the_end_of_a_long_rest() -> None:
     assert sum(served) == 1 + NEWCOMER_WAIT
 
 
-def dear_drafts() -> HeldChoice:
-    """The rest of four sequences of which nothing is known, where no drafts would pay."""
-    dear = [replace(timing, draft_s=1e-2 * timing.depth) for timing in timings()]
-    policy = SpecControl(PolicyConfig("goodput", probe_share=0.0), DEPTH, dear)
-    while policy._held is None or not policy._held.rest_left:
-        play(policy, [False] * 4, 1)
-    return policy._held
-
-
-@pytest.mark.parametrize(
-    ("fixed", "drafters", "serves"),
-    [
-        ({0: None, 7: None, 8: None, 9: None}, MODEL, True),
-        ({6: None, 7: None, 8: None, 9: None}, MODEL, True),
-        (dict.fromkeys(range(4, 24)), ["model"] * 20, True),
-        ({8: None, 9: None}, MODEL[:2], True),
-        ({9: None}, MODEL[:1], False),  # half of the load is gone
-        ({6: None, 7: None, 8: None, 9: 3}, MODEL, False),
-        ({6: None, 7: None, 8: None, 9: None}, [*MODEL[:3], "lookup"], False),
-    ],
-)
-def test_who_may_join_a_rest_that_suits_all(
-    fixed: dict[int, int | None], drafters: list[str | None], serves: bool
-) -> None:
-    """Drafts do not pay for a sequence of which as much is expected as of those that join."""
-    held = dear_drafts()
-    rounds = held.rest_left
-    answers = [held.rest(fixed, drafters) for _ in range(rounds + 1)]
-    assert [answer is not None for answer in answers] == [serves] * rounds + [False]
-    assert all(answer.ks == [0] * len(fixed) for answer in answers if answer is not None)
-
-
-def test_sequences_that_join_a_rest_get_their_own_answer() -> None:
-    held = dear_drafts()
-    for fixed in ({0: None, 9: None}, {8: None, 9: 0}, {9: 0, 8: None}, FIXED):
-        answer = held.rest(fixed, ["model"] * len(fixed))
-        assert answer is not None
-        whose = [held.decision.reasons[handle] if handle < 4 else "policy" for handle in fixed]
-        assert answer.reasons == ["user" if k == 0 else reason for k, reason in zip(fixed.values(), whose, strict=True)]
-
-
 def test_what_a_rest_answers() -> None:
     held = rested()
     assert held.rest(FIXED, MODEL) is held.decision
@@ -117,6 +76,19 @@ def test_what_a_rest_answers() -> None:
     assert (other.ks, other.shapes) == ([0] * 4, [None] * 4)
     assert other.reasons == [*held.decision.reasons[:2], "user", "policy"]
     assert (other.seconds, other.tokens) == (0.0, 0.0)
+
+
+def test_a_rest_decides_anew_for_other_sequences_only() -> None:
+    held = rested()
+    first = held.rest({0: None, 1: None, 2: None, 9: None}, MODEL)
+    assert first is not None
+    assert held.rest({0: None, 1: None, 2: None, 9: None}, MODEL) is first
+    for fixed in ({0: None, 1: None, 2: None, 9: 0}, {9: None, 2: None, 1: None, 0: None}, {0: None, 1: None, 2: None}):
+        answer = held.rest(fixed, MODEL[: len(fixed)])
+        assert answer is not None
+        own = [held.decision.reasons[handle] if handle < 4 else "policy" for handle in fixed]
+        assert answer.reasons == ["user" if k == 0 else reason for k, reason in zip(fixed.values(), own, strict=True)]
+    assert held.rest(FIXED, MODEL) is held.decision
 
 
 def test_a_rest_averages_chances_once_per_round() -> None:

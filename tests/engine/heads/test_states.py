@@ -463,6 +463,25 @@ def test_the_longest_sequence_loses_its_oldest_half() -> None:
     assert states.positions(1) == range(3, 13)
 
 
+def test_passes_are_copied_together_where_the_table_is_full(monkeypatch: Patch) -> None:
+    states, copies = TargetStates((0,), frozenset({"model"}), 40, 32), list[int]()
+    copy = TargetStates._copy_found
+
+    def counted(self: TargetStates, rows: list[int], sources: list[int], table: Tensor) -> None:
+        copies.append(len(rows))
+        copy(self, rows, sources, table)
+
+    monkeypatch.setattr(TargetStates, "_copy_found", counted)
+    feeds = [Feed(drafting(handle), 1) for handle in (0, 1)]
+    for position in range(400):
+        states.read(feeds, [position] * 2, torch.full((2, 1), float(position)))
+    assert sum(copies) + 2 * 16 > 800 > 4 * len(copies)
+    for handle in (0, 1):
+        held = states.positions(handle)
+        assert held.stop == 400
+        assert states_of(states, handle, held)[:, 0].tolist() == list(held)
+
+
 def test_a_pass_beyond_the_bound_keeps_its_end() -> None:
     states = TargetStates((0,), frozenset({"model"}), 5)
     states.read([Feed(drafting(0), 3)], [0], torch.arange(3.0)[:, None])
