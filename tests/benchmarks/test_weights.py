@@ -52,4 +52,4 @@ def test_the_load_is_timed_beside_plain_reading() -> None:
     assert min(load.reading_s, load.cached_reading_s) > 0
     assert min(load.seconds, load.cached_seconds) > 0
     assert load.weight_bytes > 2**20
-    assert load.peak_bytes >= 0
+    assert 0 <= load.peak_bytes <= 8 * load.weight_bytes
