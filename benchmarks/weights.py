@@ -282,7 +282,7 @@ def measure_load(target: str, draft: str, form: WeightsVariant, threads: int | N
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", "utf-8")  # forgets the peak
     seconds, weight_bytes = timed(checkpoint)
-    peak_bytes = max(0, _memory("VmHWM") - before)  # less where the process's free memory sufficed
+    peak_bytes = max(0, _memory("VmHWM") - before)  # memory that the process had free is none
     cached_seconds, _ = timed(checkpoint)
     return MeasuredLoad(seconds, reading_s, cached_seconds, cached_reading_s, peak_bytes, weight_bytes)
 

@@ -50,7 +50,8 @@ class HeldChoice:
     same_sequences: bool = True  # whether the round runs the sequences that it was made for
     accepted: int = 0  # drafts, in the rounds of these sequences
     expected: float = 0.0  # drafts that these rounds were predicted to accept
-    _rest: tuple[dict[int, int | None], Decision] | None = None  # who ran in the last round of a rest, and its decision
+    # of the last round of a rest: each sequence's handle and the k that its request asks for; the decision
+    _rest: tuple[list[tuple[int, int | None]], Decision] | None = None
 
     def suits(self, handles: Collection[int], drafters: Iterable[str | None]) -> bool:
         """Whether it may be used for these sequences: it was made for most of them, half of its own are left, and none
@@ -72,11 +73,11 @@ class HeldChoice:
         self.rest_left -= 1
         if self.drafters is not None and not fixed.keys() <= self.places.keys():
             self.rest_left = min(self.rest_left, NEWCOMER_WAIT)
-        if self._rest is None or list(self._rest[0].items()) != list(fixed.items()):
-            decision = self.decision
-            if list(fixed) != list(self.places):
-                decision = self.decide([Candidate(handle, k) for handle, k in fixed.items()], 0)
-            self._rest = dict(fixed), decision
+        if list(fixed) == list(self.places):
+            return self.decision
+        asked = list(fixed.items())
+        if self._rest is None or self._rest[0] != asked:
+            self._rest = asked, self.decide([Candidate(handle, k) for handle, k in asked], 0)
         return self._rest[1]
 
     def decide(self, candidates: Sequence[Candidate], policy_most: int) -> Decision:

@@ -33,7 +33,7 @@ class Allocation(NamedTuple):
 
 def expected_tokens(observation: Observation, ks: Ints, shapes: Shapes) -> float:
     """Mean number of tokens that the round emits: one for each sequence, and its accepted drafts."""
-    if not ks.any():
+    if not ks.any():  # as in each plan that drafts must beat
         return float(len(ks))
     depth = observation.survival.shape[1]
     reached = np.zeros((len(ks), depth + 1))  # accepted drafts of a chain

@@ -18,7 +18,7 @@ from engine.types import DrafterName
 log = logging.getLogger(__name__)
 
 # Rows of plain passes that are copied into the table together. A copy for each pass took 1 to 3 % of the passes of the
-# embedded target.
+# embedded target. More rows spread a copy's own work over more passes, and take more memory.
 LATE_ROWS = 512
 
 _numbers = itertools.count()
@@ -129,11 +129,9 @@ class TargetStates:
                 self._copy(planned.targets.tensor, sources, states)
                 return
             self._drop_plan()
-            if 2 * len(states) <= self._late_rows and len(feeds) == len(states):
-                handles = [feed.sequence.handle for feed in feeds if self._serves(feed.sequence)]
-                if len(handles) == len(feeds):
-                    self._read_late(handles, starts, states)
-                    return
+            if 2 * len(states) <= self._late_rows and self._is_plain(feeds, states):
+                self._read_late([feed.sequence.handle for feed in feeds], starts, states)
+                return
             self._copy_late()
             self._copy_found(*self._assign_rows(feeds, starts), states)
         except Exception:
@@ -148,6 +146,10 @@ class TargetStates:
         if (1 + len(self._late.passes)) * len(states) > self._late_rows:
             self._copy_late()
 
+    def _is_plain(self, feeds: Seq[Feed], states: Tensor) -> bool:
+        """Whether a pass has one row for each sequence, and all are served."""
+        return len(feeds) == len(states) and all(self._serves(feed.sequence) for feed in feeds)
+
     def _copy_late(self) -> None:
         """Copy what is late into the table. A failure is logged and costs the states of all sequences (R9)."""
         if (late := self._late) is None:
@@ -155,7 +157,7 @@ class TargetStates:
         self._late = None
         try:
             first = 0
-            while first < len(late.passes):  # as many at once as there is room for without dropping older states
+            while first < len(late.passes):  # as many together as the table has free rows for, at least one
                 passes = late.passes[first : first + max(1, len(self._free) // len(late.handles))]
                 served = [
                     (self._begin(h, s + first), len(passes)) for h, s in zip(late.handles, late.starts, strict=True)

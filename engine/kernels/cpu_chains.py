@@ -137,7 +137,7 @@ def draw_chains(
             begin(ids[start:end], entry, states[start:end], x[start:end], added[start:end], inputs[start:end])
         meet(numbers, met + 1, parts)
         own, space = (x[:n], added[:n], joined[:n]), (qkv[:n], queries[:n], attended[:n], gated[:n])
-        where, waits = (pool, (turns, at, to), rows), (numbers, met + 1, np.int64(0))  # 0 would be a type of its own
+        where, waits = (pool, (turns, at, to), rows), (numbers, met + 1, np.int64(0))  # a literal is a type of its own
         add_layers(own, layer, (addresses, pools), inputs[:n], where, nobody, space, waits, part, parts)
         met += MEETINGS + STAGES * len(addresses)
         if part == 0:

@@ -63,7 +63,7 @@ def _product(x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
             weight, bias = given
             width = (x.shape[1] + NEIGHBOURS - 1) // NEIGHBOURS * NEIGHBOURS
             rounded, steps = np.empty((x.shape[0], width), ACTIVATION), np.empty(x.shape[0], np.float32)
-            round_rows(x, rounded, steps, np.int64(OFFSET))
+            round_rows(x, rounded, steps, np.int64(OFFSET))  # a literal is a type of its own
             multiply_some((rounded, steps), weight, bias, first, last, out)
 
         return coded

@@ -73,5 +73,5 @@ def states_bytes(config: EngineConfig, models: Seq[Model]) -> int:
 
 def table_bytes(config: EngineConfig, width: int, dtype: torch.dtype, late_rows: int = 0) -> int:
     """The most bytes that the states for one head take, with one row that nobody reads. width: numbers of a position's
-    states. late_rows: rows that wait for their copy, which is made by way of another one."""
+    states. late_rows: rows that wait for their copy into the table. While they are copied, they are there twice."""
     return (max_states(config) + 1 + 2 * late_rows) * width * dtype.itemsize

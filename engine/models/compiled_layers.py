@@ -95,12 +95,12 @@ class CompiledLayers:
         room, work = self.room(x.shape[0]), self.work(x.shape[0], reader.read_bytes(group))
         arrays = states.numpy(), np.zeros(x.shape, self.number), np.empty(x.shape, self.number)
         # NumPy's memory is there in a tenth of the time of torch's, but torch's profiler does not see it.
-        layers = np.array([] if watched is None else watched.layers, np.int64)
-        table = torch.empty(len(x), len(layers) * x.shape[1], dtype=self.wide)  # it outlives this pass
         own = (*room, *arrays[1:])
         counted = counted_memory(lambda: sum(array.nbytes for array in own) + self.kernel_bytes(len(x), parts_of(work)))
         given = self.nothing if inputs is None else inputs.to(self.wide).contiguous().numpy()
         positions, rows = attention.positions.numpy(), attention.plan.cache_rows.numpy()
+        layers = np.array([] if watched is None else watched.layers, np.int64)
+        table = torch.empty(len(rows), len(layers) * x.shape[1], dtype=self.wide)
         calls = []
         for run in self._runs:
             first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
