@@ -1,5 +1,9 @@
-"""How many examples Hypothesis tries: few by default, ten times as many in `make proofs`."""
+"""What `make test` tries, and what only `make proofs` does: further parameters, ten times as many examples."""
 
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 USUAL = 40  # where a test does not say how many
@@ -17,3 +21,15 @@ def register_profiles() -> None:
 def examples(count: int) -> settings:
     """At most so many examples; in `make proofs` ten times as many."""
     return settings(max_examples=count * settings().max_examples // USUAL)
+
+
+def in_proofs(*values: Any) -> list[Any]:
+    """Parameters of a test that are tried in proofs only."""
+    return [pytest.param(value, marks=pytest.mark.proofs) for value in values]
+
+
+def usual_and_proofs(values: Iterable[Any], usual: Collection[Any]) -> list[Any]:
+    """The parameters of a test. Those that are not `usual` are tried in proofs only."""
+    found = list(values)
+    assert all(value in found for value in usual)
+    return [parameter for value in found for parameter in ([value] if value in usual else in_proofs(value))]

@@ -1,5 +1,6 @@
 """Chains that one call of compiled code draws are those that a draft model draws step by step."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.heads.eagle_runner import HeadRunner
 from engine.kernels import cpu_chains, cpu_layers
+from engine.models import attention_plans
 from engine.models.attention import Attention
 from engine.models.chain_code import ChainCode
 from engine.models.runner import Runner
@@ -53,8 +55,9 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 
 
 @pytest.fixture(autouse=True)
-def compiled_products() -> Iterator[None]:
-    """All products are compiled, whatever is fastest here."""
+def all_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All products are compiled and attention reads blocks, whatever is fastest here."""
+    monkeypatch.setattr(attention_plans, "measured_lanes", lambda *_: sys.maxsize)
     with in_form("compiled"):
         yield
 

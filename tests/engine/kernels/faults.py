@@ -3,25 +3,12 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-
-
-def in_proofs(*values: Any) -> list[Any]:
-    """Parameters of a test that are tried in proofs only."""
-    return [pytest.param(value, marks=pytest.mark.proofs) for value in values]
-
-
-def usual_and_proofs(values: Iterable[Any], usual: Collection[Any]) -> list[Any]:
-    """The parameters of a test. Those that are not `usual` are tried in proofs only."""
-    found = list(values)
-    assert all(value in found for value in usual)
-    return [parameter for value in found for parameter in ([value] if value in usual else in_proofs(value))]
 
 
 @contextmanager

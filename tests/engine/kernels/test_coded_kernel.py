@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engine.kernels.coded_product import coded_product, pack_int4, reference, unpack_int4
 from engine.models.quantize import quantise_as_fp8, quantise_in_groups, quantise_weight
-from tests.engine.kernels.faults import usual_and_proofs, with_fault
+from tests.engine.kernels.faults import with_fault
+from tests.examples import usual_and_proofs
 
 pytestmark = pytest.mark.slow
 

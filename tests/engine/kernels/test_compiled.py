@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compiled_kernels import SHARED_LIMITS, resource_usage
-from tests.engine.kernels.faults import in_proofs
+from tests.examples import in_proofs
 
 pytestmark = pytest.mark.slow
 

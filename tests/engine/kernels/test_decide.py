@@ -15,7 +15,8 @@ from torch import Tensor
 from engine.kernels import decide
 from engine.kernels.laws import draft_laws_reference
 from engine.sampling import acceptance, noise
-from tests.engine.kernels.faults import usual_and_proofs, with_fault
+from tests.engine.kernels.faults import with_fault
+from tests.examples import usual_and_proofs
 
 VOCAB, COUNT, DEPTH = 90, 5, 3
 KS = (3, 2, 3, 0, 1)

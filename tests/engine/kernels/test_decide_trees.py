@@ -17,7 +17,8 @@ from engine.kernels.decide_trees import decide_trees, decide_trees_reference
 from engine.sampling import noise, tree_acceptance
 from engine.sampling.tree_acceptance import NONE, TreeTable
 from engine.trees import ROOT, chain
-from tests.engine.kernels.faults import usual_and_proofs, with_fault
+from tests.engine.kernels.faults import with_fault
+from tests.examples import usual_and_proofs
 
 VOCAB = 40
 # Siblings in a row, siblings behind other branches, a chain, no drafts, and siblings at every depth.

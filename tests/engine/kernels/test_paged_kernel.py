@@ -17,7 +17,7 @@ from engine.kernels.paged_attention import reference
 from engine.models.pass_attention import PLAIN, Scoring
 from engine.models.spans import Span
 from engine.trees import ROOT, branching
-from tests.engine.kernels.faults import in_proofs, usual_and_proofs, with_fault
+from tests.engine.kernels.faults import with_fault
 from tests.engine.kernels.paged_cases import (
     Case,
     Heads,
@@ -27,6 +27,7 @@ from tests.engine.kernels.paged_cases import (
     random_scoring,
     random_spans,
 )
+from tests.examples import in_proofs, usual_and_proofs
 
 pytestmark = pytest.mark.slow
 

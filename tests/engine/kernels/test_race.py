@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.kernels.race import race, race_reference
 from engine.sampling.hashing import BLOCK
 from engine.sampling.noise import DENSE_NOISE_LIMIT, GumbelRace, gumbel_noise
-from tests.engine.kernels.faults import usual_and_proofs, with_fault
+from tests.engine.kernels.faults import with_fault
+from tests.examples import usual_and_proofs
 
 Race = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 Kind = Callable[[tuple[int, int], torch.Generator], Tensor]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.engine.kernels.faults import in_proofs
+from tests.examples import in_proofs
 
 pytestmark = pytest.mark.slow
 

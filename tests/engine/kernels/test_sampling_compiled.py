@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.engine.kernels.faults import in_proofs
+from tests.examples import in_proofs
 
 # Triton decides at import whether it interprets kernels, so they are compiled in a process of their own.
 COMPILE = """

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.kernels.truncate import truncate, truncate_reference
 from engine.sampling.filters import Filters, removed
-from tests.engine.kernels.faults import in_proofs, usual_and_proofs, with_fault
+from tests.engine.kernels.faults import with_fault
+from tests.examples import in_proofs, usual_and_proofs
 
 Truncate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Kind = Callable[[tuple[int, int], torch.Generator], Tensor]

@@ -25,13 +25,13 @@ from engine.trees import Growth, Parents, branching
 from engine.types import DrafterName, Request
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.heads.fitted import random_medusa, save_heads
-from tests.engine.kernels.faults import in_proofs
 from tests.engine.models.families import CASES, WINDOW, random_checkpoint
 from tests.engine.pairs import Pair
 from tests.engine.shadow.counting import Counts
 from tests.engine.shadow.device import active
 from tests.engine.shadow.emulator import Emulator
 from tests.engine.shadow.test_graphs import PARAMS, run
+from tests.examples import in_proofs
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.usefixtures("unmeasured")

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.kernels.faults import in_proofs
 from tests.engine.shadow.report import KINDS
+from tests.examples import in_proofs
 
 pytestmark = [
     pytest.mark.slow,

@@ -22,10 +22,10 @@ from tests.engine.foreign import save_foreign
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.heads.fitted import mlp_config, random_medusa, random_mlp, save_heads
 from tests.engine.heads.passing import ALLOWED, save_pass
-from tests.engine.kernels.faults import in_proofs, usual_and_proofs
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import Pair, Shape, save_checkpoint
 from tests.engine.shadow.both import Both, run_both, without_measurements
+from tests.examples import in_proofs, usual_and_proofs
 
 K = 3
 PROMPT = (*range(20, 30), *range(20, 23), 20, 21)
