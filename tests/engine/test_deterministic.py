@@ -23,6 +23,7 @@ from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import VOCAB, Pair, Shape, save_pair
+from tests.examples import in_proofs
 from tests.kv import kv_config
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def differing(model: Runner) -> list[int]:
     return [i for i, company in enumerate(COMPANIES) if not torch.equal(states(model, *company), alone)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [*in_proofs("float32"), "bfloat16"])
 def test_a_row_has_the_same_bits_in_any_company(wide: Pair, dtype: str) -> None:
     assert differing(runner(wide, dtype)) == []
 
@@ -186,7 +187,7 @@ def test_the_trial_of_a_head_draws_few_numbers(monkeypatch: pytest.MonkeyPatch) 
     assert drawn == [TRIAL_CHANNELS * 20]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [*in_proofs(0.0), 0.8])
 def test_a_seeded_text_in_bfloat16_is_the_same_for_any_k_and_batch(wide: Pair, temperature: float) -> None:
     requests = [
         Request(f"r{i}", (2 + i, 7, 9, 3 * i + 5), SamplingParams(temperature=temperature, seed=i, max_tokens=16))

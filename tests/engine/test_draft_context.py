@@ -13,6 +13,7 @@ from engine.types import Request, SamplingParams
 from policies.config import PolicyConfig
 from tests.engine.driving import Drive, drive, load, make_sequence, model_drafter
 from tests.engine.pairs import VOCAB, Pair, copy_of, edit_json
+from tests.examples import in_proofs
 
 BORDER = 48  # positions of the draft
 MAX_LEN = 128  # of the target
@@ -82,7 +83,7 @@ def test_the_text_is_that_of_plain_decoding_on_both_sides_of_the_border(
     engine.audit()
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("verifier", [*in_proofs("rejection"), "block"])
 def test_every_verifier_crosses_the_border(verifier: Any, engine: Engine) -> None:
     requests = make_requests(1.0, 4, verifier=verifier)
     run = drive(engine, requests)

@@ -11,6 +11,7 @@ from engine.sequence import State
 from engine.types import InvalidRequest, Request, SamplingParams, Verifier, acceptance_of
 from tests.engine.driving import drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
+from tests.examples import in_proofs
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -213,7 +214,7 @@ def test_a_draft_with_a_smaller_table(pair: Pair, tmp_path_factory: pytest.TempP
     assert sum(s.draft_faults for s in run.steps) == 0
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", [*in_proofs("match"), "rejection"])
 @pytest.mark.parametrize("tree", [None, (2, 1)])
 def test_a_request_may_exclude_all_that_a_draft_with_a_smaller_table_knows(
     pair: Pair,

@@ -25,6 +25,7 @@ from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
+from tests.examples import in_proofs, usual_and_proofs
 
 Propose = Callable[[ModelDrafter, DraftBatch, Seq[int]], Draft]
 
@@ -112,7 +113,7 @@ def test_a_drafter_that_raises_half_way(
     assert faults(run) == now.hits == 5
 
 
-@pytest.mark.parametrize("calls", [(2, 5), range(1000)], ids=["sometimes", "always"])
+@pytest.mark.parametrize("calls", [(2, 5), *in_proofs(range(1000))], ids=["sometimes", "always"])
 def test_a_drafter_that_cannot_observe(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, calls: Seq[int]
 ) -> None:
@@ -140,7 +141,7 @@ def spoiled(draft: Draft, spoil: Callable[[Tensor], None]) -> Draft:
     "bad",
     [
         pytest.param(-1, id="negative"),
-        pytest.param(VOCAB, id="just beyond"),
+        pytest.param(VOCAB, id="just beyond", marks=pytest.mark.proofs),
         pytest.param(2**40, id="far beyond", marks=pytest.mark.proofs),
     ],
 )
@@ -197,7 +198,7 @@ def elsewhere(self: ModelDrafter, batch: DraftBatch, ks: Seq[int]) -> Draft:
 CONTRACT = [too_many, too_few_columns, wrong_batch, no_table, too_few_rows, too_many_rows, fractions, elsewhere]
 
 
-@pytest.mark.parametrize("broken", CONTRACT)
+@pytest.mark.parametrize("broken", usual_and_proofs(CONTRACT, CONTRACT[::3]))
 def test_a_drafter_that_breaks_its_contract(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, broken: Propose
 ) -> None:
@@ -318,11 +319,7 @@ def fail_run(engine: Engine, monkeypatch: pytest.MonkeyPatch, now: Callable[[], 
 
 @pytest.mark.parametrize(
     ("first", "after"),
-    [
-        pytest.param(n, late, marks=() if n % 2 == late else pytest.mark.proofs)
-        for n in range(4)
-        for late in (False, True)
-    ],
+    [pytest.param(n, late, marks=() if n == late else pytest.mark.proofs) for n in range(4) for late in (False, True)],
 )
 def test_a_failed_pass_is_tried_again(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, after: bool, first: int
@@ -419,7 +416,7 @@ def poison(engine: Engine, name: str) -> Callable[[], None]:
     return after_step
 
 
-@pytest.mark.parametrize("name", ["r0", "r1"], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", [*in_proofs("r0"), "r1"], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("k", [0, 4])
 def test_a_request_whose_logits_are_not_finite_ends_alone(
     engine: Engine, expected: dict[str, list[int]], name: str, k: int

@@ -22,6 +22,7 @@ from engine.trees import Parents
 from engine.types import Request, SamplingParams
 from tests.engine.driving import drive, load
 from tests.engine.pairs import EOS, VOCAB, Pair, reference_model
+from tests.examples import in_proofs
 from tests.kv import without_prefixes
 
 COUNT = 20
@@ -111,7 +112,7 @@ def test_greedy_is_what_transformers_generates(engine: Engine, pair: Pair) -> No
         assert ours[request.id] == row[: min(end, request.params.max_tokens)]
 
 
-@pytest.mark.parametrize("k", [1, pytest.param(4, marks=pytest.mark.proofs), 8])
+@pytest.mark.parametrize("k", [1, *in_proofs(4, 8)])
 def test_alone(engine: Engine, requests: list[Request], expected: Tokens, k: int) -> None:
     every = 1 if len(requests) == MANY else 4
     tokens, drafted, accepted = run_alone(engine, with_k(requests, k)[::every])

@@ -31,6 +31,7 @@ from engine.types import (
 from policies.config import PolicyConfig
 from tests.engine.driving import load
 from tests.engine.pairs import EOS, VOCAB, Pair
+from tests.examples import in_proofs, usual_and_proofs
 
 CONTEXT = 96
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -310,7 +311,7 @@ def test_an_engine_that_never_drafts(pair: Pair) -> None:
     assert record_of(engine, BASE).k_max == 0
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [*in_proofs("float64", "bfloat16"), "float32"])
 @pytest.mark.parametrize("temperature", [1e-3, 1e-40, 5e-324])
 def test_any_temperature_above_zero_is_served(pair: Pair, dtype: str, temperature: float) -> None:
     """Close to 0 the law is the likeliest token, by any verifier and with any filter."""
@@ -475,12 +476,11 @@ def test_configurations_that_cannot_start(changes: dict[str, Any], message: str)
         EngineConfig(**{"target": "t", "draft": "d", **changes})
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", usual_and_proofs(DRAFTERS, ("model", "lookup", "merged")))
 def test_every_drafter_can_be_the_default(pair: Pair, drafts: tuple[str, str], name: DrafterName) -> None:
-    several = {"drafts": drafts} if name == "merged" else {}
-    engine = load(pair, drafter=name, **several)
+    engine = load(pair, drafter=name, **({"drafts": drafts} if name == "merged" else {}))
     has: tuple[DrafterName, ...] = ("ngram", "lookup", "prediction", "cascade", "suffix", "lookahead", "model")
-    assert engine.drafters == ((*has, "merged") if several else has)
+    assert engine.drafters == ((*has, "merged") if name == "merged" else has)
     assert record_of(engine, BASE).drafter == name
 
 

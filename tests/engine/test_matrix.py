@@ -42,6 +42,7 @@ from engine.types import (
 from tests.engine.driving import drive, load, model_drafter
 from tests.engine.pairs import EOS, VOCAB, Pair, copy_of
 from tests.engine.sampling.test_logprobs import Heard, equal, hear
+from tests.examples import in_proofs, usual_and_proofs
 
 pytestmark = pytest.mark.usefixtures("pruned_races")
 
@@ -340,9 +341,7 @@ def test_alone(
         assert same(alone, mixed[job.name]), job.name
 
 
-@pytest.mark.parametrize(
-    "drafter", [pytest.param(d, marks=() if d in ("model", "prediction") else pytest.mark.proofs) for d in DRAFTERS]
-)
+@pytest.mark.parametrize("drafter", usual_and_proofs(DRAFTERS, ("model",)))
 def test_negative_control_a_verifier_that_accepts_everything(
     engine: Engine, whole: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch, drafter: DrafterName
 ) -> None:
@@ -354,7 +353,9 @@ def test_negative_control_a_verifier_that_accepts_everything(
     assert {*wrong} == {*TEMPERATURES}
 
 
-@pytest.mark.parametrize("case", ["presence_penalty", "frequency_penalty", "repetition_penalty", "all together"])
+@pytest.mark.parametrize(
+    "case", ["frequency_penalty", *in_proofs("presence_penalty", "repetition_penalty", "all together")]
+)
 def test_negative_control_penalties_that_do_not_see_the_drafts(
     engine: Engine, whole: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -496,10 +497,7 @@ class Spoiler:
         self._observe(drafters, batch, verdict)
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [pytest.param(d, marks=() if d in ("model", "merged", "prediction") else pytest.mark.proofs) for d in DRAFTERS],
-)
+@pytest.mark.parametrize("drafter", usual_and_proofs(DRAFTERS, ("model",)))
 def test_illegal_ids_cost_their_own_draft_only(
     engine: Engine, jobs: list[Job], plain: Plain, monkeypatch: pytest.MonkeyPatch, drafter: DrafterName
 ) -> None:
@@ -519,7 +517,7 @@ def test_illegal_ids_cost_their_own_draft_only(
     ("drafter", "part"),
     [
         ("model", "one entry"),
-        ("cascade", "one infinite"),
+        pytest.param("cascade", "one infinite", marks=pytest.mark.proofs),
         pytest.param("model", "all", marks=pytest.mark.proofs),
         pytest.param("model", "one infinite", marks=pytest.mark.proofs),
         pytest.param("cascade", "all", marks=pytest.mark.proofs),
@@ -570,7 +568,7 @@ def kept_of_the_model(results: Iterable[Got]) -> float:
 # --- choices, ties, lenience -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", [OFF, *DRAFTERS])
+@pytest.mark.parametrize("drafter", usual_and_proofs([OFF, *DRAFTERS], [OFF, "model", "cascade"]))
 def test_choices_draw_apart(engine: Engine, drafter: DrafterName | None) -> None:
     """Requests that differ in their choice's index only get different texts, and the same ones for the same index."""
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
@@ -619,7 +617,7 @@ def doubled(head: Tensor) -> Tensor:
     return head[::2].repeat_interleave(2, 0)
 
 
-@pytest.mark.parametrize("spoil", [torch.zeros_like, doubled], ids=["all equal", "pairs"])
+@pytest.mark.parametrize("spoil", [*in_proofs(torch.zeros_like), doubled], ids=["all equal", "pairs"])
 def test_ties_take_the_lowest_id_on_every_path(pair: Pair, tmp_path: Path, spoil: Callable[[Tensor], Tensor]) -> None:
     tied = tie(pair, tmp_path, spoil)
     engine = load(tied, drafts=(tied.draft, tied.target), max_spec_length=8)
@@ -647,7 +645,7 @@ def test_ties_take_the_lowest_id_on_every_path(pair: Pair, tmp_path: Path, spoil
         )  # the draft takes the lowest too
 
 
-@pytest.mark.parametrize("drafter", ["model", "prediction"])
+@pytest.mark.parametrize("drafter", ["model", *in_proofs("prediction")])
 def test_lenience_accepts_more_and_says_so(engine: Engine, plain: Plain, drafter: DrafterName) -> None:
     """Drafts with a law of their own and certain ones; how it changes the law is for the statistics."""
     params = SamplingParams(temperature=0.8, max_tokens=LENGTH, ignore_eos=True)

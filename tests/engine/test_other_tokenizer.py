@@ -24,6 +24,7 @@ from tests.engine.foreign import save_foreign
 from tests.engine.fresh import Checker
 from tests.engine.pairs import Pair, Shape, copy_of, edit_json, save_checkpoint
 from tests.engine.test_rollback import Fuzz, load_small
+from tests.examples import in_proofs
 from tests.kv import KINDS, kv_kind
 
 ROWS = 318  # of the tables: as many as the tokenizer has tokens
@@ -92,7 +93,7 @@ def test_the_text_is_that_of_plain_decoding(temperature: float, params: dict[str
     assert 0.03 < run.accepted / run.drafted < 0.95
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("verifier", ["rejection", *in_proofs("block")])
 def test_every_verifier_runs_to_the_end(verifier: Verifier, engine: Engine) -> None:
     """At temperature 0 the text is the same; above it the law is, which tests/engine/law proves."""
     greedy, sampled = make_requests(0.0, 4, verifier), make_requests(0.8, 4, verifier)

@@ -21,6 +21,7 @@ from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import memory
 from tests.engine.pairs import VOCAB, Pair
 from tests.engine.sampling.test_logprobs import equal, hear
+from tests.examples import in_proofs
 
 AMPLE, TIGHT = 416, 104  # tokens of memory: for everybody, and for hardly more than the longest sequence
 PROMPT, OUTPUT = 20, 40
@@ -107,14 +108,8 @@ class Order:
 
 
 @usual_kind
-@pytest.mark.parametrize(
-    ("k", "verifier"),
-    [  # without drafts the verifier has nothing to decide
-        pytest.param(k, verifier, marks=() if k or verifier == "match" else pytest.mark.proofs)
-        for k in (0, 4)
-        for verifier in ("match", "rejection", "block")
-    ],
-)
+@pytest.mark.parametrize("verifier", ["match", *in_proofs("rejection", "block")])
+@pytest.mark.parametrize("k", [0, 4])
 def test_the_youngest_gives_way_and_goes_on_where_it_was(pair: Pair, kind: str, k: int, verifier: Verifier) -> None:
     """`rejection` and `block` draw with the round's own noise, so that their texts are another's; but not at T = 0, nor
     where one token is all that the law holds."""
@@ -137,7 +132,7 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was(pair: Pair, kind: str, 
 
 
 @usual_kind
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("verifier", ["rejection", *in_proofs("block")])
 def test_verifiers_with_noise_of_their_own_finish(pair: Pair, kind: str, verifier: Verifier) -> None:
     requests = [replace(r, verifier=verifier) for r in make_requests(temperature=0.8, top_k=20)]
     run = drive(load_with(pair, kind, TIGHT), requests)
@@ -177,7 +172,7 @@ def test_negative_control_the_output_is_forgotten(pair: Pair, kind: str, monkeyp
 
 @usual_kind
 def test_a_stop_string_across_a_preemption(pair: Pair, kind: str) -> None:
-    """At every sixth token of the text, and at each of the last six: the stop string may have begun by then."""
+    """At every twelfth token of the text, and at each of the last six: the stop string may have begun by then."""
     engine = load_with(pair, kind, AMPLE)
     companion, plain = make_requests(2, k=0)
     text = drive(engine, [plain]).received[plain.id].text
@@ -189,7 +184,7 @@ def test_a_stop_string_across_a_preemption(pair: Pair, kind: str) -> None:
     moment: list[int] = []  # tokens after which it is preempted, until it was
     done = force(engine, lambda s: bool(moment) and s.num_output >= moment[0] and bool(moment.pop()))
     end = len(expected.tokens)
-    moments = [count for count in range(1, end) if count % 6 == 1 or count >= end - 6]
+    moments = [count for count in range(1, end) if count % 12 == 1 or count >= end - 6]
     for count in moments:
         moment[:] = [count]
         told = drive(engine, [companion, request]).received[plain.id]
@@ -199,7 +194,7 @@ def test_a_stop_string_across_a_preemption(pair: Pair, kind: str) -> None:
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
-MOMENTS = ["reading", "after", "both"]
+MOMENTS = [*in_proofs("reading", "after"), "both"]
 
 
 def disturb(engine: Engine, moment: str) -> list[tuple[int, int]]:
@@ -236,7 +231,7 @@ def test_logprobs_are_told_once(pair: Pair, kind: str, moment: str) -> None:
 
 
 @usual_kind
-@pytest.mark.parametrize("moment", ["reading", "both"])
+@pytest.mark.parametrize("moment", ["reading", *in_proofs("both")])
 def test_negative_control_what_was_told_of_the_prompt_is_kept(
     pair: Pair, kind: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +289,7 @@ def overdue(engine: Engine, monkeypatch: pytest.MonkeyPatch, state: str) -> Driv
 
 
 @usual_kind
-@pytest.mark.parametrize("state", ["running", "waiting", "preempted"])
+@pytest.mark.parametrize("state", ["running", *in_proofs("waiting"), "preempted"])
 def test_a_request_that_is_overdue_ends_with_an_error_and_frees_its_memory(
     pair: Pair, kind: str, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +338,7 @@ def guessing(engine: Engine, handle: int) -> bool:
 
 
 @usual_kind
-@pytest.mark.parametrize("drafter", ["ngram", "lookup", "prediction", "cascade", "suffix", "lookahead"])
+@pytest.mark.parametrize("drafter", ["ngram", "cascade", *in_proofs("lookup", "prediction", "suffix", "lookahead")])
 def test_drafters_begin_anew(pair: Pair, kind: str, drafter: DrafterName) -> None:
     """They forget a sequence whose memory is taken back, catch up when it runs again, and the record says the same."""
     companion, plain = make_requests(2, k=0, temperature=0.0)

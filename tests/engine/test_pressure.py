@@ -14,8 +14,8 @@ from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import VOCAB, Pair, Shape, save_pair
 
-MAX_LEN = 2048
-LONGEST, SHORTER = 1500, 600  # tokens of the longest prompt: in proofs, and by default
+LONGEST, SHORTER = 1500, 320  # tokens of the longest prompt: in proofs, and by default
+MAX_LENS = {LONGEST: 2048, SHORTER: 512}
 OVERLOAD = 4  # demand over memory
 ALONE = 6  # requests that are run one at a time
 BLOCK_SIZES = {"mapped": 64, "gathered": 50}
@@ -25,7 +25,7 @@ Tokens = dict[str, list[int]]
 
 @pytest.fixture(scope="module")
 def long_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return save_pair(tmp_path_factory.mktemp("long"), Shape(layers=1, max_positions=MAX_LEN))
+    return save_pair(tmp_path_factory.mktemp("long"), Shape(layers=1, max_positions=MAX_LENS[LONGEST]))
 
 
 def make_requests(count: int, longest: int) -> list[Request]:
@@ -51,6 +51,10 @@ def make_requests(count: int, longest: int) -> list[Request]:
     return requests
 
 
+def max_len(requests: Seq[Request]) -> int:
+    return MAX_LENS[max(len(r.prompt_ids) for r in requests)]
+
+
 def demand(requests: Seq[Request]) -> int:
     return sum(len(r.prompt_ids) + r.params.max_tokens for r in requests)
 
@@ -59,7 +63,7 @@ def load_tight(pair: Pair, requests: Seq[Request], kind: str, max_running: int) 
     """Enough slots for sequences that need more than the memory there is, and chunks that fill them."""
     return load(
         pair,
-        max_model_len=MAX_LEN,
+        max_model_len=max_len(requests),
         max_running=max_running,
         max_step_tokens=6 * max_running,
         max_spec_length=5,
@@ -143,7 +147,8 @@ def run_tight(engine: Engine, requests: Seq[Request]) -> Result:
 
 def expected_tokens(pair: Pair, requests: Seq[Request]) -> Tokens:
     """Plain decoding with memory for everybody, few at a time, and some of them alone."""
-    engine = load(pair, max_model_len=MAX_LEN, max_running=8, max_step_tokens=512, cache="slotted", block_size=None)
+    limits = {"max_model_len": max_len(requests), "max_running": 8, "max_step_tokens": 512}
+    engine = load(pair, **limits, cache="slotted", block_size=None)
     plain = [replace(r, k=0) for r in requests]
     expected = drive(engine, plain).tokens
     for request in plain[:ALONE]:

@@ -19,6 +19,7 @@ from engine.types import Request, SamplingParams, TokenLogprob
 from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
+from tests.examples import in_proofs
 
 RUNNING = 8
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB for the secret")
@@ -105,7 +106,7 @@ def check_others(run: Drive, expected: dict[str, list[int]], *bad: str) -> None:
             assert (told.reason, told.tokens) == ("length", expected[name])
 
 
-@pytest.mark.parametrize("bad", [0, pytest.param(3, marks=pytest.mark.proofs), 7])
+@pytest.mark.parametrize("bad", [*in_proofs(0, 3), 7])
 def test_a_request_that_fails_every_pass_ends_alone(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, bad: int
 ) -> None:
@@ -260,10 +261,10 @@ OTHER_FAULT = RuntimeError("the secret"), "the log-probabilities of this request
 @pytest.mark.parametrize(
     ("name", "count", "error", "reason"),
     [
-        pytest.param("r5", 5, *NO_MEMORY, id="output, out of memory"),
-        pytest.param("r6", 7, *OTHER_FAULT, id="prompt, other"),
+        pytest.param("r5", 5, *NO_MEMORY, id="output, out of memory", marks=pytest.mark.proofs),
+        pytest.param("r6", 7, *OTHER_FAULT, id="prompt, other", marks=pytest.mark.proofs),
         pytest.param("r2", 3, *NO_MEMORY, id="prompt of several passes, out of memory"),
-        pytest.param("r5", 5, *OTHER_FAULT, id="output, other", marks=pytest.mark.proofs),
+        pytest.param("r5", 5, *OTHER_FAULT, id="output, other"),
         pytest.param("r6", 7, *NO_MEMORY, id="prompt, out of memory", marks=pytest.mark.proofs),
         pytest.param("r2", 3, *OTHER_FAULT, id="prompt of several passes, other", marks=pytest.mark.proofs),
     ],

@@ -25,6 +25,7 @@ from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import BLOCK_SIZES, Checker, memory
 from tests.engine.pairs import VOCAB, Pair
 from tests.engine.sampling.test_logprobs import equal, hear
+from tests.examples import in_proofs, usual_and_proofs
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TEXT = tuple(random.Random(9).choices(range(2, VOCAB), k=96))
@@ -81,8 +82,8 @@ def choices(length: int, count: int = 4, k: int = 4) -> list[Request]:
 @pytest.mark.parametrize(
     ("length", "k"),
     [
-        pytest.param(length, k, marks=() if (n + k) % 3 != 1 else pytest.mark.proofs)
-        for n, length in enumerate((1, 17, 41, 70))
+        pytest.param(length, k, marks=() if (length, k) in ((17, 0), (41, 4)) else pytest.mark.proofs)
+        for length in (1, 17, 41, 70)
         for k in (0, 4)
     ],
 )
@@ -101,7 +102,7 @@ def test_choices_of_one_prompt_read_it_once(pair: Pair, kind: str, length: int, 
 
 
 @usual_kind
-@pytest.mark.parametrize("length", [40, 60])
+@pytest.mark.parametrize("length", [40, *in_proofs(60)])
 def test_a_few_tokens_are_not_worth_a_wait(pair: Pair, kind: str, length: int) -> None:
     """The last pass of the leader leaves tokens for another, who begins with what is there."""
     requests = choices(length)
@@ -186,8 +187,7 @@ def test_without_a_prefix_cache_nothing_is_found(pair: Pair, kind: str) -> None:
     engine = load_with(pair, kind, prefix_cache=False)
     request = Request("r", TEXT[:50], PARAMS)
     assert [found_at_once(engine, request) for _ in range(2)] == [0, 0]
-    together = drive(engine, [request, replace(request, id="s")])
-    assert cached(together, "s") == 0
+    assert cached(drive(engine, [request, replace(request, id="s")]), "s") == 0
     with_one = load_with(pair, kind)
     assert [found_at_once(with_one, request) for _ in range(2)] == [0, 49 // BLOCK_SIZES[kind] * BLOCK_SIZES[kind]]
 
@@ -321,10 +321,10 @@ def follow(pair: Pair, kind: str, length: int, common: int) -> tuple[int, int]:
 
 
 @usual_kind
-@pytest.mark.parametrize(("length", "common"), WAITS)
-def test_a_follower_waits_while_it_pays(pair: Pair, kind: str, length: int, common: int) -> None:
+@pytest.mark.parametrize("asked", usual_and_proofs(WAITS, ((40, 15), (40, 16), (90, 79), (90, 80))), ids=str)
+def test_a_follower_waits_while_it_pays(pair: Pair, kind: str, asked: tuple[int, int]) -> None:
     """As long as 16 or more of the tokens in common are about to be computed, and no longer."""
-    assert follow(pair, kind, length, common) == WAITS[length, common]
+    assert follow(pair, kind, *asked) == WAITS[asked]
 
 
 @usual_kind

@@ -25,6 +25,7 @@ from policies.observation import Candidate, Drafted, RoundCost, Timing
 from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import memory
 from tests.engine.pairs import Pair
+from tests.examples import in_proofs, usual_and_proofs
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
 PROMPTS = ((5, 6, 7), (8, 9), (10, 11, 12, 13))
@@ -43,7 +44,7 @@ def reasons(record: RequestRecord) -> set[Reason | None]:
     return {None if code < 0 else REASONS[code] for code in record.column("reason")}
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", usual_and_proofs(POLICIES, ("confidence", "goodput")))
 def test_the_text_is_the_same_whatever_the_policy(pair: Pair, name: str) -> None:
     plain = drive(load(pair), requests(k=0)).tokens
     run = drive(load(pair, policy=PolicyConfig(name, k=3)), requests())  # type: ignore[arg-type]
@@ -301,6 +302,7 @@ def drafts_per_round(engine: Engine, changes: dict[int, Callable[[], None]], rou
     return drafts
 
 
+@pytest.mark.proofs
 def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left alone within 20 rounds, used again within 200 after its repair. In between, newcomers try it briefly."""
     engine = load(twins, policy=PolicyConfig("goodput"), max_running=4, max_spec_length=8)
@@ -404,11 +406,9 @@ def test_a_disturbed_profile_is_repeated_when_the_engine_is_idle(
 
     def scripted(*_: object, **how: object) -> list[Timing]:
         profiles.append(how)
-        return (
-            [replace(t, score_s=t.score_s * (factor if t.drafts > 1 else 1)) for t in shapes]
-            if len(profiles) == 1
-            else shapes
-        )
+        if len(profiles) > 1:
+            return shapes
+        return [replace(t, score_s=t.score_s * (factor if t.drafts > 1 else 1)) for t in shapes]
 
     monkeypatch.setattr("engine.engine.profile", scripted)
     engine = load(pair, max_spec_length=2, max_running=1)
@@ -441,7 +441,7 @@ def test_a_profile_that_is_interrupted_changes_nothing(pair: Pair, monkeypatch: 
 
 
 @pytest.mark.usefixtures("full_profile")
-@pytest.mark.parametrize("kind", ["mapped", "gathered"])
+@pytest.mark.parametrize("kind", ["mapped", *in_proofs("gathered")])
 def test_a_repeated_profile_leaves_the_prefixes_of_requests_and_keeps_what_it_did_not_reach(
     pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,7 +324,12 @@ def poisoned_once(engine: Engine, name: str, output: int) -> Callable[[], None]:
 @pytest.mark.parametrize("name", ["r0", "r1"], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("verifier", "tree"),
-    [("match", None), ("rejection", None), ("block", None), ("match", (2, 1)), ("rejection", (2, 1))],
+    [
+        ("match", None),
+        ("rejection", (2, 1)),
+        *(pytest.param(v, tree, marks=pytest.mark.proofs) for v, tree in (("rejection", None), ("match", (2, 1)))),
+        pytest.param("block", None, marks=pytest.mark.proofs),
+    ],
 )
 def test_a_draft_that_is_not_finite_costs_its_own_request_its_drafts(
     pair: Pair, expected: dict[str, list[int]], name: str, verifier: str, tree: tuple[int, ...] | None

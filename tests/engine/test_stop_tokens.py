@@ -40,7 +40,7 @@ WAYS = [Way(k, "match", t) for k in (0, K) for t in (0.0, 1.0)] + [
     Way(k, v, 1.0) for k in (0, K) for v in ("rejection", "block")
 ]
 SPECULATIVE = [way for way in WAYS if way.k and way.temperature]
-USUAL = (Way(0, "match", 0.0), Way(K, "match", 1.0), Way(K, "block", 1.0))
+USUAL = (Way(0, "match", 0.0), Way(K, "block", 1.0))
 every_way = pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way in USUAL else pytest.mark.proofs) for way in WAYS], ids=str
 )

@@ -16,6 +16,7 @@ from engine.types import DrafterName, InvalidRequest, Request, SamplingParams, V
 from tests.engine.driving import Drive, drive, load
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
+from tests.examples import in_proofs
 
 SHAPES: tuple[tuple[int, ...] | Growth, ...] = ((2, 2), (3, 1), (2, 1, 2), (6,), Growth(7, 4))
 PROMPTS = ((5, 6, 7), (8, 9), tuple(range(20, 50)))
@@ -31,9 +32,7 @@ def requests(tree: tuple[int, ...] | Growth | None, **changes: object) -> list[R
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"temperature": 0.0},
-        {"top_p": 0.9, "top_k": 20},
+        *in_proofs({}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 20}),
         {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
         {"logprobs": 2, "min_tokens": 5, "bad_word_ids": ((5, 6), (7,))},
     ],
@@ -53,7 +52,7 @@ def test_the_text_is_what_it_is_without_a_tree(pair: Pair, changes: dict[str, ob
     assert run.accepted
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "ngram", "suffix"])
+@pytest.mark.parametrize("drafter", ["ngram", *in_proofs("lookup", "suffix")])
 def test_trees_of_guesses_change_no_text(pair: Pair, drafter: DrafterName) -> None:
     """Texts of three tokens repeat themselves in several ways, so the guesses branch."""
     params = SamplingParams(
@@ -95,7 +94,7 @@ def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 12) -> Drive:
 
 
 @pytest.mark.parametrize("seed", [n if n == 0 else pytest.param(n, marks=pytest.mark.proofs) for n in range(8)])
-@pytest.mark.parametrize("which", ["pair", "twins"])
+@pytest.mark.parametrize("which", ["pair", *in_proofs("twins")])
 def test_caches_hold_the_committed_tokens(which: str, seed: int, request: pytest.FixtureRequest) -> None:
     engine = load(request.getfixturevalue(which), max_running=4, max_spec_length=9, max_step_tokens=40)
     checker = Checker(engine)

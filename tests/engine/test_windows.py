@@ -76,7 +76,7 @@ def few(names: Seq[str], default: Callable[[str], bool]) -> list[Any]:
     return [name if default(name) else pytest.param(name, marks=pytest.mark.proofs) for name in names]
 
 
-@pytest.mark.parametrize("name", few(SLIDING, lambda name: name in ("mistral", "gemma2")))
+@pytest.mark.parametrize("name", few(SLIDING, lambda name: name == "mistral"))
 def test_windows_with_prefix_hits_preemption_and_rollback(name: str, tmp_path: Path) -> None:
     pair = save_families(name, tmp_path)
     ample = tight(pair, kv_tokens=640)
@@ -166,7 +166,7 @@ def test_a_prompt_whose_memory_is_not_finite_ends_alone(tmp_path: Path) -> None:
     assert run.tokens["healthy"] == alone.tokens["healthy"]
 
 
-@pytest.mark.parametrize("name", few(GREEDY, lambda name: name in ("gpt_oss", "gemma3", "mistral", "llama", "granite")))
+@pytest.mark.parametrize("name", few(GREEDY, lambda name: name in ("gpt_oss", "gemma3", "mistral")))
 def test_64_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Four drafts per round by a draft model of the same family."""
     pair = save_families(name, tmp_path)

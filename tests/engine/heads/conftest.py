@@ -6,6 +6,7 @@ import pytest
 
 from tests.engine.heads.fitted import Fitted, ReferenceTarget, fit_medusa, fit_mlp, mlp_config, save_heads, written
 from tests.engine.pairs import Pair
+from tests.examples import in_proofs
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +31,13 @@ def mlp(pair: Pair, texts: list[list[int]], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(params=["medusa", "mlp"])
+def each_fitted(request: pytest.FixtureRequest) -> Fitted:
+    found: Fitted = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(params=[*in_proofs("medusa"), "mlp"])
 def fitted(request: pytest.FixtureRequest) -> Fitted:
+    """An MLP speculator depends on all that Medusa heads depend on, and on the drafts before it."""
     found: Fitted = request.getfixturevalue(request.param)
     return found

@@ -20,12 +20,13 @@ from policies.config import PolicyConfig
 from tests.engine.driving import Drive, drive, load, make_sequence, model_drafter
 from tests.engine.heads.eagles import FORMATS, SlowHead, save_eagle_pair
 from tests.engine.pairs import VOCAB, Pair
+from tests.examples import in_proofs, usual_and_proofs
 from tests.kv import kv_kind
 
 LENGTH = 20
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=usual_and_proofs(FORMATS, ("eagle", "small vocabulary")))
 def any_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return save_eagle_pair(tmp_path_factory.mktemp("eagle"), request.param)
 
@@ -46,7 +47,7 @@ def runners(pair: Pair) -> tuple[Any, HeadRunner]:
 # --- one pass --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cuts", [(LENGTH,), (3, 1, 9, 7)])
+@pytest.mark.parametrize("cuts", [(3, 1, 9, 7), *in_proofs((LENGTH,))])
 def test_logits_are_those_of_the_reference(any_pair: Pair, cuts: tuple[int, ...]) -> None:
     """Behind the committed text, along a chain, and behind each node of a tree; the text in one piece or in several."""
     target, head = runners(any_pair)
@@ -225,8 +226,8 @@ def test_negative_control_states_of_rejected_drafts(
         assert_as_reference(eagle, proposed)
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.proofs), 0.8])
+@pytest.mark.parametrize("verifier", ["match", *in_proofs("rejection")])
+@pytest.mark.parametrize("temperature", [*in_proofs(0.0), 0.8])
 def test_trees(eagle: Pair, verifier: Any, temperature: float) -> None:
     """Trees change no coupled text, and their accepted paths lead the head on as a chain's do."""
     engine = start(eagle)
@@ -321,7 +322,7 @@ def test_a_policy_that_never_drafts_keeps_no_states(
     assert kept > 0
 
 
-@pytest.mark.parametrize("first", [OFF, FIXED], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("first", [OFF, *in_proofs(FIXED)], ids=lambda policy: policy.name)
 def test_a_policy_that_comes_later_drafts_behind_a_hole(
     eagle: Pair, proposed: list[Proposed], first: PolicyConfig
 ) -> None:
@@ -342,7 +343,7 @@ def test_a_policy_that_comes_later_drafts_behind_a_hole(
     assert_as_reference(eagle, proposed, most=20)
 
 
-@pytest.mark.parametrize(("k", "drafter"), [(0, None), (3, "ngram")])
+@pytest.mark.parametrize(("k", "drafter"), [pytest.param(0, None, marks=pytest.mark.proofs), (3, "ngram")])
 def test_texts_that_never_ask_the_head_are_not_copied(eagle: Pair, k: int, drafter: DrafterName | None) -> None:
     engine = start(eagle)
     head = model_drafter(engine).runner

@@ -19,6 +19,7 @@ from engine.types import DrafterName, Request, SamplingParams
 from tests.engine.driving import drive, load, make_sequence, model_drafter
 from tests.engine.heads.eagles import save_eagle_pair
 from tests.engine.pairs import VOCAB, Pair
+from tests.examples import in_proofs
 from tests.kv import kv_kind
 
 Patch = pytest.MonkeyPatch
@@ -70,8 +71,7 @@ def arrivals(requests: Seq[Request]) -> dict[int, Seq[Request]]:
     [
         {},
         {"cache": "paged", "block_size": 16, "kv_tokens": 112, "max_running": 6},
-        {"cache": "paged", "block_size": 5, "kv_tokens": 120, "prefix_cache": False},
-        {"max_running": 1},
+        *in_proofs({"cache": "paged", "block_size": 5, "kv_tokens": 120, "prefix_cache": False}, {"max_running": 1}),
     ],
     ids=["roomy", "little memory", "less memory", "alone"],
 )
@@ -96,7 +96,7 @@ def test_cancelled_requests_leave_nothing(eagle: Pair, texts: dict[str, list[int
     runner.audit(set())
 
 
-@pytest.mark.parametrize("where", ["forward", pytest.param("logits", marks=pytest.mark.proofs), "project"])
+@pytest.mark.parametrize("where", ["forward", *in_proofs("logits", "project")])
 def test_a_failing_head_changes_no_text(
     eagle: Pair, texts: dict[str, list[int]], where: str, monkeypatch: Patch
 ) -> None:

@@ -47,6 +47,7 @@ from tests.engine.law.tables import (
     Letters,
     TableDecoder,
 )
+from tests.examples import in_proofs
 from tests.kv import kv_config, kv_kind, kv_layout
 
 pytestmark = pytest.mark.usefixtures("pruned_races")
@@ -132,14 +133,12 @@ def sample(verifier: Verifier, draws: int, tree: Seq[int] = (), setting: str = "
 @pytest.mark.parametrize(
     ("verifier", "setting"),
     [
-        ("match", "plain"),
         ("rejection", "plain"),
         ("block", "combined"),
         *(
             pytest.param(*asked, marks=pytest.mark.proofs)
-            for asked in (("match", "combined"), ("rejection", "combined"))
+            for asked in (("match", "plain"), ("match", "combined"), ("rejection", "combined"), ("block", "plain"))
         ),
-        pytest.param("block", "plain", marks=pytest.mark.proofs),
     ],
 )
 def test_the_law_is_the_targets(verifier: Verifier, setting: str) -> None:
@@ -150,8 +149,8 @@ def test_the_law_is_the_targets(verifier: Verifier, setting: str) -> None:
 @pytest.mark.parametrize(
     ("verifier", "tree"),
     [
-        ("match", TREES[0]),
         ("rejection", TREES[1]),
+        pytest.param("match", TREES[0], marks=pytest.mark.proofs),
         pytest.param("match", TREES[1], marks=pytest.mark.proofs),
         pytest.param("rejection", TREES[0], marks=pytest.mark.proofs),
     ],
@@ -160,7 +159,7 @@ def test_the_law_of_trees_is_the_targets(verifier: Verifier, tree: Seq[int]) -> 
     assert g_test(sample(verifier, 600, tree).counts, law_of(SETTINGS["plain"])) > LEVEL
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("verifier", ["rejection", *in_proofs("block")])
 def test_another_law_than_a_draft_was_drawn_from_is_seen(verifier: Verifier, monkeypatch: Patch) -> None:
     """q of the batch's next sequence. (Under match no q is looked at.)"""
     keep = DraftLaws._keep

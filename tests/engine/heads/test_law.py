@@ -24,15 +24,14 @@ from tests.engine.law.checking import check_speculation, draw, law_of, refuses
 from tests.engine.law.configurations import SETTINGS, Configuration
 from tests.engine.law.statistics import g_test
 from tests.engine.law.tables import CPU, DRAFT, END, MAX_LEN, POWERS, ROWS, TARGET, VOCAB, Letters, TableDecoder
+from tests.examples import in_proofs
 from tests.kv import kv_config, kv_layout
 
 pytestmark = pytest.mark.usefixtures("pruned_races")
 
 LEVEL = 1e-4  # for each of the tests below
-EXACT = pytest.mark.parametrize("verifier", ["rejection", "block"])
 # Recurrent heads may depend on all that independent ones do. So these are tried in proofs, but for the plain law.
-INDEPENDENT = pytest.param("independent", marks=pytest.mark.proofs)
-MOSTLY_RECURRENT = pytest.mark.parametrize("kind", [INDEPENDENT, "recurrent"])
+MOSTLY_RECURRENT = pytest.mark.parametrize("kind", [*in_proofs("independent"), "recurrent"])
 
 
 def numbers(states: Tensor) -> Tensor:
@@ -125,9 +124,10 @@ def p_value(configuration: Configuration, kind: str, draws: int = 600, tree: Seq
 @pytest.mark.parametrize(
     ("kind", "verifier"),
     [
-        *(("recurrent", verifier) for verifier in ("match", "rejection", "block")),
-        *(pytest.param("independent", v, marks=pytest.mark.proofs) for v in ("match", "rejection")),
+        ("recurrent", "rejection"),
         ("independent", "block"),
+        *(pytest.param("recurrent", v, marks=pytest.mark.proofs) for v in ("match", "block")),
+        *(pytest.param("independent", v, marks=pytest.mark.proofs) for v in ("match", "rejection")),
     ],
 )
 def test_the_law_is_the_targets(kind: str, verifier: Verifier) -> None:
@@ -135,19 +135,19 @@ def test_the_law_is_the_targets(kind: str, verifier: Verifier) -> None:
 
 
 @MOSTLY_RECURRENT
-@EXACT
+@pytest.mark.parametrize("verifier", [*in_proofs("rejection"), "block"])
 def test_the_law_holds_with_every_parameter_at_once(kind: str, verifier: Verifier) -> None:
     assert p_value(asked(verifier, "combined"), kind) > LEVEL
 
 
 @MOSTLY_RECURRENT
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", [*in_proofs("match"), "rejection"])
 def test_the_law_of_trees_is_the_targets(kind: str, verifier: Verifier) -> None:
     assert p_value(asked(verifier), kind, tree=(2, 2)) > LEVEL
 
 
 @MOSTLY_RECURRENT
-@EXACT
+@pytest.mark.parametrize("verifier", ["rejection", *in_proofs("block")])
 def test_another_law_than_the_drafts_were_drawn_from_is_seen(
     kind: str, verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from tests.engine.heads.fitted import HIDDEN, Fitted, Recorder, save_heads
 from tests.engine.heads.passing import TOKENS, Looking, PassReference, embeddings, few_tokens, save_pass
 from tests.engine.models.test_adapter import random_checkpoint
 from tests.engine.pairs import Pair
+from tests.examples import in_proofs, usual_and_proofs
 from tests.kv import kv_config, without_prefixes
 
 pytestmark = pytest.mark.usefixtures("pruned_races")
@@ -63,7 +64,7 @@ def drafter_of(engine: Engine) -> PassDrafter:
 # The text and the drafts
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [*in_proofs(0.0), 0.8])
 def test_the_text_is_that_without_drafts(
     looking: Looking, plain: dict[float, dict[str, list[int]]], temperature: float
 ) -> None:
@@ -78,7 +79,7 @@ def test_the_text_is_that_without_drafts(
     assert drive(engine, mixed).tokens == plain[temperature]
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", usual_and_proofs(TREES, TREES[1:2]))
 def test_the_text_is_that_without_trees(
     looking: Looking, plain: dict[float, dict[str, list[int]]], tree: tuple[int, ...]
 ) -> None:
@@ -89,7 +90,7 @@ def test_the_text_is_that_without_trees(
         assert run.accepted
 
 
-@pytest.mark.parametrize("tree", [None, *TREES])
+@pytest.mark.parametrize("tree", usual_and_proofs([None, *TREES], [None, TREES[1]]))
 def test_drafts_are_what_the_target_gives_behind_look_ahead_tokens(
     looking: Looking, tree: tuple[int, ...] | None
 ) -> None:
@@ -100,7 +101,7 @@ def test_drafts_are_what_the_target_gives_behind_look_ahead_tokens(
     assert check(recorder, looking) > 75
 
 
-@pytest.mark.parametrize("scarce", [False, True])
+@pytest.mark.parametrize("scarce", [*in_proofs(False), True])
 def test_prefixes_chunks_and_preemption_change_no_draft(
     looking: Looking, plain: dict[float, dict[str, list[int]]], scarce: bool
 ) -> None:
@@ -117,7 +118,7 @@ def test_prefixes_chunks_and_preemption_change_no_draft(
     assert check(recorder, looking) > 75
 
 
-@pytest.mark.parametrize("tree", [None, (2, 2)])
+@pytest.mark.parametrize("tree", [*in_proofs(None), (2, 2)])
 def test_caches_hold_committed_tokens_only(looking: Looking, tree: tuple[int, ...] | None) -> None:
     engine = looking.engine(max_running=3, max_spec_length=8)
     checker = Checker(engine)
@@ -235,7 +236,7 @@ def test_look_ahead_tokens_that_stay_in_memory_are_noticed(looking: Looking) -> 
         drive(engine, few_tokens(count=2), after_step=Checker(engine, logits=False))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [*in_proofs(0.0), 0.8])
 def test_embeddings_that_spoil_scores_cost_drafts_only(
     looking: Looking, plain: dict[float, dict[str, list[int]]], temperature: float
 ) -> None:

@@ -59,11 +59,16 @@ def table_engine() -> Engine:
     return Engine(config, target, drafter, cast(Tokenizer, Letters()), frozenset({END}), ("model",))
 
 
-@pytest.mark.parametrize("tree", [(), (2, 2)])
-@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
+@pytest.mark.parametrize(
+    ("verifier", "tree"),
+    [  # block verification decides about chains only
+        ("block", ()),
+        ("rejection", (2, 2)),
+        *(pytest.param(v, tree, marks=pytest.mark.proofs) for v, tree in (("rejection", ()), ("match", ()))),
+        pytest.param("match", (2, 2), marks=pytest.mark.proofs),
+    ],
+)
 def test_the_law_is_the_targets(verifier: Verifier, tree: Seq[int]) -> None:
-    if tree and verifier == "block":
-        pytest.skip("it decides about chains only")
     configuration = Configuration("plain", "model", verifier, 3, mixed=False)
     changes: dict[str, Any] = {"tree": tuple(tree), "k": None} if tree else {}
     sample = draw(configuration, 600, engine=table_engine(), **changes)

@@ -32,6 +32,7 @@ from tests.engine.fresh import memory
 from tests.engine.heads.fitted import CPU, HIDDEN, Fitted, Recorder, make_requests, randn
 from tests.engine.late_device import LateDevice
 from tests.engine.pairs import VOCAB, Pair
+from tests.examples import in_proofs
 from tests.kv import without_prefixes
 
 pytestmark = pytest.mark.usefixtures("pruned_races")
@@ -103,9 +104,9 @@ def test_they_take_the_time_of_a_device_that_works_while_the_host_goes_on(
 # The text
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_text_is_that_without_drafts(fitted: Fitted, plain: Plain, temperature: float) -> None:
-    engine = fitted.engine(max_running=4, max_spec_length=8)
+@pytest.mark.parametrize("temperature", [*in_proofs(0.0), 0.8])
+def test_the_text_is_that_without_drafts(each_fitted: Fitted, plain: Plain, temperature: float) -> None:
+    engine = each_fitted.engine(max_running=4, max_spec_length=8)
     run = drive(engine, mixed_ks(make_requests(temperature)))
     assert run.tokens == plain(temperature)
     assert_partial(run)
@@ -155,12 +156,12 @@ def test_lenience_accepts_more(fitted: Fitted) -> None:
 # The drafts
 
 
-def test_a_greedy_chain_is_the_most_likely_token_of_each_head(fitted: Fitted) -> None:
+def test_a_greedy_chain_is_the_most_likely_token_of_each_head(each_fitted: Fitted) -> None:
     """With Medusa heads this is blockwise parallel decoding (Stern et al. 2018)."""
-    engine = fitted.engine(max_running=8)
+    engine = each_fitted.engine(max_running=8)
     recorder = Recorder(engine)
     drive(engine, make_requests(0.0))
-    assert recorder.check(fitted) > 75
+    assert recorder.check(each_fitted) > 75
 
 
 def test_chains_and_trees_share_rounds(fitted: Fitted, plain: Plain) -> None:
@@ -292,10 +293,9 @@ def known(
     return sequences
 
 
-def test_it_offers_a_draft_per_head_once_there_is_a_state(fitted: Fitted) -> None:
-    drafter = drafter_of(fitted.engine())
+def test_it_offers_a_draft_per_head_once_there_is_a_state(each_fitted: Fitted) -> None:
+    drafter, most = drafter_of(each_fitted.engine()), each_fitted.heads.most
     (sequence,) = known(drafter)
-    most = fitted.heads.most
     assert drafter.offer(sequence, 8) == ("model", most, 1, True)
     assert drafter.offer(sequence, 2).max_k == 2
     assert drafter.offer(sequence, 0).max_k == 0
@@ -317,9 +317,9 @@ def test_a_draft_is_as_deep_as_there_are_heads(fitted: Fitted) -> None:
     assert draft.trees == {0: tuple(range(-1, most - 1))}
 
 
-def test_the_laws_are_those_of_the_heads(fitted: Fitted) -> None:
+def test_the_laws_are_those_of_the_heads(each_fitted: Fitted) -> None:
     """As given to the verifier, for drafts of a chain and for first children of a tree."""
-    drafter = drafter_of(fitted.engine())
+    drafter = drafter_of(each_fitted.engine())
     sequences = known(drafter, 2, temperature=0.7, verifier="rejection")
     draft = ask(drafter, sequences, [3, 6], shapes=(None, branching((2, 2))))
     assert draft.tokens is not None
@@ -327,7 +327,7 @@ def test_the_laws_are_those_of_the_heads(fitted: Fitted) -> None:
     for i, path in ((0, [0, 1, 2]), (1, [0, 1])):
         state, tokens = randn(9, HIDDEN, seed=i)[-1], [sequences[i].tokens[-1]]
         for node in path:
-            wanted = (fitted.heads.path_logits(state, tokens) / 0.7).log_softmax(-1)
+            wanted = (each_fitted.heads.path_logits(state, tokens) / 0.7).log_softmax(-1)
             assert (draft.logq[draft.logq_rows[i], node] - wanted).abs().max() < 1e-6
             tokens.append(int(draft.tokens[i, node]))
 
@@ -381,7 +381,7 @@ def spoil(engine: Engine, spoils: Callable[[Sequence], bool]) -> None:
     reader.read = spoiling  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
+@pytest.mark.parametrize("verifier", ["match", *in_proofs("rejection", "block")])
 def test_laws_that_are_not_finite_end_the_drafts_of_their_sequence(
     fitted: Fitted, plain: Plain, verifier: Verifier, caplog: pytest.LogCaptureFixture
 ) -> None:

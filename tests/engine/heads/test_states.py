@@ -29,7 +29,7 @@ from tests.engine.driving import make_sequence
 from tests.engine.models.families import CASES, InFP64, random_checkpoint
 from tests.engine.models.test_adapter import random_checkpoint as adapted_checkpoint
 from tests.engine.pairs import VOCAB
-from tests.examples import examples
+from tests.examples import in_proofs, usual_and_proofs
 from tests.kv import kv_layout
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def saved(kind: str, directory: Path) -> str:
 
 
 @pytest.mark.usefixtures("in_fp64")
-@pytest.mark.parametrize("kind", [*NATIVE, *ADAPTED])
+@pytest.mark.parametrize("kind", usual_and_proofs([*NATIVE, *ADAPTED], ("llama", "gemma2", "gpt_neox")))
 def test_states_are_those_of_transformers_at_every_layer(kind: str, tmp_path: Path) -> None:
     """Chunks, several sequences in a pass, chains and trees of drafts."""
     passes = Passes(saved(kind, tmp_path))
@@ -350,14 +350,10 @@ class Late(Roomy):
     late_rows, looks_always = 25, False
 
 
-def check_machine(machine: type[StatesMachine], count: int) -> None:
-    quick = settings(examples(count), stateful_step_count=25)
-    run_state_machine_as_test(machine, settings=quick)
-
-
+@pytest.mark.parametrize("count", [8, *in_proofs(300)])
 @pytest.mark.parametrize("machine", [StatesMachine, Roomy, Narrow, Late])
-def test_states_are_kept_as_in_a_dictionary(machine: type[StatesMachine]) -> None:
-    check_machine(machine, 30)
+def test_states_are_kept_as_in_a_dictionary(machine: type[StatesMachine], count: int) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=count, stateful_step_count=25))
 
 
 def test_a_fault_while_preparing_costs_states_and_not_the_pass(monkeypatch: Patch) -> None:
@@ -428,22 +424,26 @@ def lose_the_rows_of_a_plan(self: TargetStates) -> None:
 
 
 LATE = [
-    ("_copy_late", copy_the_last_pass_only),
     ("_Late.follows", follow_anything),
-    *((name, before_the_copy(getattr(TargetStates, name))) for name in ("drop", "skip", "_plan", "read")),
+    ("read", before_the_copy(TargetStates.read)),
+    ("_copy_late", copy_the_last_pass_only),
+    *((name, before_the_copy(getattr(TargetStates, name))) for name in ("drop", "skip", "_plan")),
 ]
 LATE_FAULTS = {wrong for _, wrong in LATE}
+FAULTS = [
+    ("_drop_plan", lose_the_rows_of_a_plan),
+    ("settle", keep_the_first_rows),
+    ("_begin", begin_behind),
+    ("settle", keep_all),
+    ("skip", skip_one_more),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("_drop_plan", lose_the_rows_of_a_plan),
-        ("settle", keep_the_first_rows),
-        ("settle", keep_all),
-        ("_begin", begin_behind),
-        ("skip", skip_one_more),
-        *LATE,
+        *(*FAULTS[:3], *LATE[:2]),
+        *(pytest.param(*fault, marks=pytest.mark.proofs) for fault in (*FAULTS[3:], *LATE[2:])),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

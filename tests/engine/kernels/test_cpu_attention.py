@@ -27,6 +27,7 @@ from engine.models.pass_attention import PLAIN, Scoring
 from engine.models.spans import Span
 from engine.trees import ROOT, branching
 from tests.engine.kernels.paged_cases import Case, Heads, make_case, poisoned, random_scoring, random_spans
+from tests.examples import usual_and_proofs
 
 CPU = torch.device("cpu")
 DEEP = (ROOT, 0, 1, 2, 3, 1, 5, ROOT)
@@ -78,10 +79,11 @@ def error(case: Case, scoring: Scoring = PLAIN) -> float:
 
 
 GROUPS = (2, kernel.SHARING + 1)  # both ways to score
+USUAL = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", usual_and_proofs(TOLERANCE, USUAL))
 @pytest.mark.parametrize("head_dim", [5, 16, 64, 80, 96, 128])
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 3), (3, 1), (1, 8)])
 def test_rows_chains_and_trees(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int) -> None:
@@ -196,7 +198,7 @@ def test_nothing_that_a_row_does_not_see_reaches_it(group: int) -> None:
     assert attend(hidden).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", usual_and_proofs(TOLERANCE, USUAL))
 @pytest.mark.parametrize("part", ["key", "value", "query"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("group", GROUPS)

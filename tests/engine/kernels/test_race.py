@@ -150,6 +150,7 @@ def test_the_kernels_draw_the_tokens_of_the_cpu_over_several_parts(kernel: Race)
     check(kernel, torch.cat([kind((1, 20_000), g) for kind in (normal, ties, forbidden)]).float(), True)
 
 
+@pytest.mark.proofs
 def test_the_kernels_draw_the_tokens_of_the_cpu_over_a_real_vocabulary(
     kernels: ModuleType, kernel: Race, monkeypatch: pytest.MonkeyPatch
 ) -> None:

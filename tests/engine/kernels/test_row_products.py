@@ -1,6 +1,7 @@
 """Products of few rows: the kernels and their definitions against fp64."""
 
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from engine.kernels import row_products, row_work
 from tests.engine.kernels.faults import with_fault
+from tests.examples import in_proofs
 
 EPS = 0.5  # large, so that a norm without it is seen
 OFFSET = 1.0
@@ -129,7 +131,7 @@ def errors(work: Work, of: ModuleType, device: torch.device, dtype: torch.dtype 
     return [error(found, expected) for found, expected in work(of, device, dtype)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_proofs(torch.float16)])
 @pytest.mark.parametrize("work", WORK)
 def test_the_kernels_compute_what_they_say(
     work: Work, dtype: torch.dtype, kernels: ModuleType, device: torch.device
@@ -137,7 +139,7 @@ def test_the_kernels_compute_what_they_say(
     assert max(errors(work, kernels, device, dtype)) < 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_proofs(torch.float16)])
 @pytest.mark.parametrize("work", WORK)
 def test_the_operations_compute_what_they_say(work: Work, dtype: torch.dtype) -> None:
     assert max(errors(work, row_products, torch.device("cpu"), dtype)) < 1
@@ -163,27 +165,31 @@ def test_no_rows(kernels: ModuleType, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "before", "after"),
+    "fault",
     [
-        (products, "tl.sum(squares) / inner + eps", "tl.sum(squares) / inner"),
-        (products, "row *= offset + ", "row *= "),
-        (products, "first + DEPTH, inner, DEPTH)\n        sums", "first, inner, DEPTH)\n        sums"),
-        (products, "y += tl.load(bias", "y -= tl.load(bias"),
-        (products, "tl.cdiv(inner, DEPTH)", "inner // DEPTH"),
-        (gates, "tl.exp(-y)) * up", "tl.exp(-y)) * y"),
-        (gates, "tl.dot(_tile(other", "tl.dot(_tile(own"),
-        (gates, "_weights(other, real, 0", "_weights(own, real, 0"),
         (gates, "y * scale, up * scale", "y * scale, up"),
         (sums, "y += tl.load(to", "y -= tl.load(to"),
-        (sums, "begin = tl.program_id(1) * share", "begin = 0"),
-        (sums, "tl.minimum(begin + share, tiles)", "tiles"),
-        (projections, "a * sine + b * cosine", "a * sine - b * cosine"),
-        (projections, "factors + row[:, None] * channels", "factors"),
         (projections, "tl.load(places + row", "0 * tl.load(places + row"),
+        *in_proofs(
+            (products, "tl.sum(squares) / inner + eps", "tl.sum(squares) / inner"),
+            (products, "row *= offset + ", "row *= "),
+            (products, "first + DEPTH, inner, DEPTH)\n        sums", "first, inner, DEPTH)\n        sums"),
+            (products, "y += tl.load(bias", "y -= tl.load(bias"),
+            (products, "tl.cdiv(inner, DEPTH)", "inner // DEPTH"),
+            (gates, "tl.exp(-y)) * up", "tl.exp(-y)) * y"),
+            (gates, "tl.dot(_tile(other", "tl.dot(_tile(own"),
+            (gates, "_weights(other, real, 0", "_weights(own, real, 0"),
+            (sums, "begin = tl.program_id(1) * share", "begin = 0"),
+            (sums, "tl.minimum(begin + share, tiles)", "tiles"),
+            (projections, "a * sine + b * cosine", "a * sine - b * cosine"),
+            (projections, "factors + row[:, None] * channels", "factors"),
+        ),
     ],
+    ids=itemgetter(1),
 )  # fmt: skip
 def test_a_kernel_with_a_fault_is_seen(
-    work: Work, before: str, after: str, kernels: ModuleType, device: torch.device, tmp_path: Path
+    fault: tuple[Work, str, str], kernels: ModuleType, device: torch.device, tmp_path: Path
 ) -> None:
+    work, before, after = fault
     with with_fault(kernels, before, after, tmp_path) as faulty:
         assert max(errors(work, faulty, device)) > 1

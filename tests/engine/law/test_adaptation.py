@@ -22,6 +22,7 @@ from tests.engine.law.checking import MOST, Sample, check_speculation, draw, law
 from tests.engine.law.configurations import Configuration
 from tests.engine.law.statistics import benjamini_hochberg, g_test
 from tests.engine.law.tables import DRAFT, row_of, table_engine
+from tests.examples import usual_and_proofs
 
 pytestmark = pytest.mark.usefixtures("pruned_races")
 
@@ -35,7 +36,7 @@ POLICIES: dict[PolicyName, PolicyConfig] = {
 Samples = dict[tuple[PolicyName, Configuration], Sample]
 Layout = tuple[str, bool]  # setting, and whether its batches are mixed
 LAYOUTS: tuple[Layout, ...] = (("plain", False), ("combined", True))
-FEW: dict[Verifier, tuple[Layout, ...]] = {"match": LAYOUTS[:1], "rejection": LAYOUTS[:1], "block": LAYOUTS}
+FEW: dict[Verifier, tuple[Layout, ...]] = dict.fromkeys(VERIFIERS, LAYOUTS[:1])
 MANY: dict[Verifier, tuple[Layout, ...]] = dict.fromkeys(VERIFIERS, LAYOUTS)
 
 
@@ -169,7 +170,7 @@ def _sure(text: list[int], drafts: list[int], limit: float) -> int:
     return len(drafts)
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("verifier", usual_and_proofs(VERIFIERS, ("rejection", "block")))
 def test_confidence_in_the_token_drawn(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused under rejection and block; under match any rule is harmless."""
     asked = Configuration("plain", "model", verifier, MOST, mixed=False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.config import WeightForm
+from engine.models.decoder import Decoder
 from engine.models.feeds import Feed
 from engine.models.loader import load_decoder, open_checkpoint
 from engine.models.products import Weights
@@ -20,31 +21,30 @@ from tests.engine.models.test_linear import needs_int8
 from tests.engine.pairs import Pair
 from tests.kv import kv_layout
 
+CPU = torch.device("cpu")
 LEVEL = 1e-3  # of each decision; seeds are fixed, so an outcome repeats
 PROMPT = (5, 9, 7, 30, 12)
 TOP, TEMPERATURE = 3, 1.2
 TEXTS = 240
 Law = dict[tuple[int, ...], float]
-FORMS = [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=needs_int4)]
-
-
-def logits_of(target: str, form: WeightForm, text: tuple[int, ...]) -> Tensor:
-    """Behind the text, [vocab]."""
-    cpu = torch.device("cpu")
-    decoder = load_decoder(open_checkpoint(target), dtype=torch.float32, device=cpu, max_len=64, weights=Weights(form))
-    feed = Feed(make_sequence(0, list(text)), len(text), outputs=1)
-    with torch.inference_mode():
-        return Runner(decoder, kv_layout(1, 64), cpu).run([feed])[-1]
 
 
 def law_of(target: str, form: WeightForm) -> Law:
     """The law of two tokens, by the target alone."""
+    decoder = load_decoder(open_checkpoint(target), dtype=torch.float32, device=CPU, max_len=64, weights=Weights(form))
 
     def step(text: tuple[int, ...]) -> dict[int, float]:
-        values, ids = logits_of(target, form, text).double().topk(TOP)
+        values, ids = logits_of(decoder, text).double().topk(TOP)
         return dict(zip(ids.tolist(), (values / TEMPERATURE).softmax(0).tolist(), strict=True))
 
     return {(a, b): p * q for a, p in step(PROMPT).items() for b, q in step((*PROMPT, a)).items()}
+
+
+def logits_of(decoder: Decoder, text: tuple[int, ...]) -> Tensor:
+    """Behind the text, [vocab]."""
+    feed = Feed(make_sequence(0, list(text)), len(text), outputs=1)
+    with torch.inference_mode():
+        return Runner(decoder, kv_layout(1, 64), CPU).run([feed])[-1]
 
 
 def texts_of(pair: Pair, form: WeightForm, verifier: Verifier) -> Counter[tuple[int, ...]]:
@@ -56,15 +56,24 @@ def texts_of(pair: Pair, form: WeightForm, verifier: Verifier) -> Counter[tuple[
     return Counter(tuple(tokens[:2]) for tokens in run.tokens.values())
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection", "block"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "verifier"),
+    [
+        pytest.param("int8", "block", marks=needs_int8),
+        pytest.param("int4", "rejection", marks=needs_int4),
+        *(pytest.param("int8", v, marks=[needs_int8, pytest.mark.proofs]) for v in ("match", "rejection")),
+        *(pytest.param("int4", v, marks=[needs_int4, pytest.mark.proofs]) for v in ("match", "block")),
+    ],
+)
 def test_the_law_is_that_of_the_quantised_target(pair: Pair, form: WeightForm, verifier: Verifier) -> None:
     counts = texts_of(pair, form, verifier)
     law = law_of(pair.target, form)
     assert g_test(counts, law) > LEVEL
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param("int8", marks=needs_int8), pytest.param("int4", marks=[needs_int4, pytest.mark.proofs])]
+)
 def test_the_law_of_other_weights_is_refused(pair: Pair, form: WeightForm, tmp_path: Path) -> None:
     """The negative control: the law of the draft's weights in the same form."""
     law = law_of(pair.draft, form)

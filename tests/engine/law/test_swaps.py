@@ -16,6 +16,7 @@ from tests.engine.law.checking import check_speculation, draw, law_of, prompt_of
 from tests.engine.law.configurations import Configuration
 from tests.engine.law.statistics import g_test
 from tests.engine.law.tables import SECOND_DRAFT, table_engine
+from tests.examples import usual_and_proofs
 
 pytestmark = pytest.mark.usefixtures("pruned_races")
 
@@ -41,7 +42,7 @@ def swapping_engine(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, list[Draft
     return engine, models
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("verifier", usual_and_proofs(VERIFIERS, ("rejection",)))
 def test_texts_follow_the_law_of_the_target(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, models = swapping_engine(monkeypatch)
     asked: list[ModelDrafter] = []

@@ -53,7 +53,14 @@ def one_round(text: Text, most: int, limits: Typical, setting: str) -> list[tupl
 
 
 @pytest.mark.parametrize(
-    ("limits", "k", "setting"), [(USUAL, 1, "plain"), (STRICT, 3, "top_k"), (USUAL, 3, "temperature")]
+    ("limits", "k", "setting"),
+    [
+        (STRICT, 3, "top_k"),
+        *(
+            pytest.param(USUAL, k, setting, marks=pytest.mark.proofs)
+            for k, setting in ((1, "plain"), (3, "temperature"))
+        ),
+    ],
 )
 def test_texts_follow_the_law_of_typical_acceptance(limits: Typical, k: int, setting: str) -> None:
     configuration = Configuration(setting, "model", "rejection", k, mixed=True)

@@ -19,6 +19,7 @@ from engine.worker import EngineWorker
 from tests.engine.driving import drive, load, model_drafters
 from tests.engine.pairs import Pair, Shape, save_checkpoint
 from tests.engine.test_worker import PATIENCE_S, Desk
+from tests.examples import in_proofs
 
 LONG = Request("long", (5, 6, 7), SamplingParams(temperature=0.8, seed=3, max_tokens=80, ignore_eos=True))
 
@@ -130,7 +131,7 @@ def test_a_stream_goes_on_while_drafts_are_loaded_and_exchanged(
     assert worker.loading_draft is None
 
 
-@pytest.mark.parametrize("step", [pytest.param("put_drafters", marks=pytest.mark.proofs), "adopt", "begin_draft"])
+@pytest.mark.parametrize("step", ["adopt", *in_proofs("put_drafters", "begin_draft")])
 def test_an_exchange_that_fails_on_its_way_leaves_the_old_draft(
     step: str, pair: Pair, worker: EngineWorker, gate: Gate, desk: Desk, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +270,7 @@ class Weights:
     """Memory that a load has taken."""
 
 
-@pytest.mark.parametrize("where", ["load", "put"])
+@pytest.mark.parametrize("where", [*in_proofs("load"), "put"])
 def test_a_failure_frees_the_memory_of_the_new_draft_at_once(where: str) -> None:
     """Without the garbage collector: the traceback would hold the frames, and these the weights."""
     taken: list[weakref.ref[Weights]] = []

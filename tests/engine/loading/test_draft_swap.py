@@ -27,25 +27,16 @@ from tests.engine.foreign import save_foreign
 from tests.engine.heads.eagles import save_eagle_pair, save_head
 from tests.engine.heads.fitted import mlp_config, random_mlp, save_heads
 from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
+from tests.examples import in_proofs
 from tests.kv import kv_kind
 
 SETTINGS: dict[str, Any] = {"max_running": 3, "max_spec_length": 4, "max_step_tokens": 24, "max_model_len": 64}
 STEPS = 9  # of a run without drafts that are accepted, at least
 FEW = [(1, 5), (2, 6), (3, 7), (4, 8)]  # moments that `make test` tries, in turn for the changes
-CHANGES = [
-    ("model", "other"),
-    ("model", "head"),
-    ("head", "model"),
-    ("head", "eagle"),
-    (None, "model"),
-    (None, "head"),
-    ("model", None),
-    ("head", None),
-    ("model", "foreign"),
-    ("foreign", "model"),
-    ("model", "mlp"),
-    ("mlp", "head"),
-]
+CHANGES = [  # `make test` tries the first five
+    ("model", "other"), ("model", "head"), (None, "model"), ("model", None), ("foreign", "model"), ("model", "foreign"),
+    ("head", "model"), ("head", "eagle"), (None, "head"), ("head", None), ("model", "mlp"), ("mlp", "head"),
+]  # fmt: skip
 Checkpoints = dict[str | None, str | None]
 
 
@@ -118,7 +109,10 @@ def plain(checkpoints: Checkpoints) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("old", "new", "steps"),
     [
-        *(pytest.param(*change, FEW[n % len(FEW)], id="-".join(map(str, change))) for n, change in enumerate(CHANGES)),
+        *(
+            pytest.param(*c, FEW[n % len(FEW)], id="-".join(map(str, c)), marks=[pytest.mark.proofs] * (n > 4))
+            for n, c in enumerate(CHANGES)
+        ),
         *(
             pytest.param(*change, range(STEPS), id="-".join(map(str, (*change, "all"))), marks=pytest.mark.proofs)
             for change in CHANGES
@@ -141,7 +135,7 @@ def test_a_swap_after_any_step_changes_no_text(
         swap(engine, checkpoints[old])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, *in_proofs(True)])
 def test_drafts_come_from_the_new_draft_as_soon_as_it_has_read(checkpoints: Checkpoints, deterministic: bool) -> None:
     """The target as its own draft: in the round after the swap everything is accepted, so every text was read."""
     engine = start(checkpoints, "other", deterministic=deterministic)
@@ -214,7 +208,13 @@ def test_the_new_draft_s_tokenizer_reads_the_text(checkpoints: Checkpoints, tmp_
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("old", "new"), [("model", "head"), ("head", "model"), ("eagle", None)])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("model", "head"),
+        *(pytest.param(*change, marks=pytest.mark.proofs) for change in (("head", "model"), ("eagle", None))),
+    ],
+)
 def test_the_old_draft_s_memory_is_free_at_once(checkpoints: Checkpoints, old: str, new: str | None) -> None:
     """Without the garbage collector: a replica freezes what it loaded, and the collector then leaves it alone."""
     engine = start(checkpoints, old)
@@ -439,7 +439,7 @@ def test_a_running_request_that_left_it_to_the_server_gets_the_first_draft(check
     assert told["r3"][0] == "suffix"
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "lookup", "suffix", "lookahead", "prediction", "cascade"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", *in_proofs("lookup", "lookahead", "prediction", "cascade")])
 def test_the_other_drafters_keep_what_they_know(checkpoints: Checkpoints, drafter: DrafterName) -> None:
     """Round by round they draft what they draft without a swap."""
     rng = random.Random(1)

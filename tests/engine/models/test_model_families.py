@@ -126,7 +126,7 @@ ROUNDED = ("llama", "gemma2", "gemma3", "granite", "qwen3_moe", "gpt_oss")  # as
         pytest.param(
             name,
             dtype,
-            marks=() if dtype is torch.float32 or (dtype is torch.bfloat16 and name in ROUNDED) else pytest.mark.proofs,
+            marks=() if dtype is not torch.float16 and name in ROUNDED else pytest.mark.proofs,
         )
         for name in sorted(CASES)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)

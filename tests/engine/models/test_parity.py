@@ -186,7 +186,9 @@ def test_negative_control_mask(reader: Reader, monkeypatch: pytest.MonkeyPatch, 
         reader.feed(counts)
 
 
-@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 0.995), (torch.float16, 0.9999)])
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(torch.bfloat16, 0.995), pytest.param(torch.float16, 0.9999, marks=pytest.mark.proofs)]
+)
 def test_16_bits(checkpoint: str, texts: list[list[int]], expected: Tensor, dtype: torch.dtype, least: float) -> None:
     runner = Runner(load_alone(checkpoint, dtype), kv_layout(2, LENGTH), torch.device("cpu"))
     with torch.inference_mode():

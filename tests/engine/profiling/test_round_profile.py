@@ -28,6 +28,7 @@ from policies.cost import CostModel
 from policies.observation import Timing
 from tests.engine.driving import drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair
+from tests.examples import in_proofs
 
 DEPTH = 4
 AGES = 60.0  # seconds, more than any of these profiles takes
@@ -38,6 +39,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And two runs of each shape in a row in place of four: what is timed here is scripted, or not looked at."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(round_profile, "RUNS", 2)
+    monkeypatch.setattr(round_profile, "MOST_RUNS", 4)
 
 
 def small(pair: Pair, **config: Any) -> Engine:
@@ -121,7 +123,7 @@ def test_nothing_is_left_of_it(profiled: tuple[Engine, list[Timing]]) -> None:
     check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("forgotten", ["release", "discard"])
+@pytest.mark.parametrize("forgotten", ["release", *in_proofs("discard")])
 def test_what_is_left_would_be_noticed(pair: Pair, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a profile that keeps its slots, or that can be found again."""
     engine = small(pair)
@@ -313,7 +315,7 @@ def scripted(seconds: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> list
     ("later", "factor"),
     [
         ({0: 1.1}, 1.0),
-        ({0: 1.9, 4: 1.75, 16: 1.7}, 1.75),  # a busier machine
+        pytest.param({0: 1.9, 4: 1.75, 16: 1.7}, 1.75, marks=pytest.mark.proofs),  # a busier machine
         pytest.param({4: 0.7}, None, marks=pytest.mark.proofs),
         ({16: 1.3}, None),
         pytest.param({}, 1.0, marks=pytest.mark.proofs),
@@ -445,9 +447,7 @@ def test_a_profile_of_fewer_shapes_is_not_kept_in_place_of_more(pair: Pair, monk
     scripted({}, monkeypatch)
     first = profile(engine.target, engine.drafter, 6, DEPTH, AGES)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            round_profile, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k)
-        )
+        patch.setattr(round_profile, "_reserve", lambda r, s, k: s.handle == -1 and reserve(r, s, k))
         assert 1 < len(profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)) < len(first)
     assert ProfileFile(runners(engine), 6, DEPTH).read() == first
 
@@ -465,9 +465,7 @@ def test_a_later_profile_beside_requests_is_completed_by_the_next_start(
     engine, reserve = small(pair), round_profile._reserve
     scripted({}, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            round_profile, "_reserve", lambda r, sequence, k: sequence.handle == -1 and reserve(r, sequence, k)
-        )
+        patch.setattr(round_profile, "_reserve", lambda r, s, k: s.handle == -1 and reserve(r, s, k))
         alone = profile(engine.target, engine.drafter, 6, DEPTH, AGES, kept=False)
     assert {t.batch for t in alone} == {1}
     assert kept(engine)[1:] == (alone, False)
@@ -497,7 +495,7 @@ def test_what_a_slow_start_could_measure_is_completed_by_the_next(pair: Pair, mo
     check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize(("budget_s", "starts"), [(20.0, None), (40.0, 6)])
+@pytest.mark.parametrize(("budget_s", "starts"), [(20.0, None), pytest.param(40.0, 6, marks=pytest.mark.proofs)])
 def test_each_start_measures_what_the_profile_lacks(
     pair: Pair, budget_s: float, starts: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf, nan
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from engine.sampling import candidates, cuts, filters, long_row
 from engine.sampling.filters import Filters, removed, truncated
 from engine.types import SamplingParams
 from tests.engine.kernels.faults import with_fault
+from tests.examples import in_proofs
 
 Floats = NDArray[np.float64]
 CPU = torch.device("cpu")
@@ -329,24 +331,27 @@ def test_a_cut_one_token_too_high_shows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "fault",
     [
-        ("if floors[row] == -np.inf:", "if True:"),
-        ("abs(mass - wanted) < margin", "False"),
         ("p * total - above)", "p * total)"),
-        ("above + mass_from(keys, kept[0], count, cut)", "mass_from(keys, kept[0], count, cut)"),
-        ("vocab * ROUNDING_PER_TOKEN", "0"),
-        ("if mass > wanted:", "if mass < wanted:"),
+        *in_proofs(  # each compiles for some seconds
+            ("if floors[row] == -np.inf:", "if True:"),
+            ("abs(mass - wanted) < margin", "False"),
+            ("above + mass_from(keys, kept[0], count, cut)", "mass_from(keys, kept[0], count, cut)"),
+            ("vocab * ROUNDING_PER_TOKEN", "0"),
+            ("if mass > wanted:", "if mass < wanted:"),
+        ),
     ],
+    ids=itemgetter(0),
 )
 def test_a_fault_in_compiled_cuts_shows(
-    before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Wrong answers, or other rows that have one."""
     kinds, kernels = (normal, ties, all_equal), compiled_module("cpu_cuts")
     right = [answers_without_scores(kind) for kind in kinds]
     assert kernels is not None
-    with with_fault(kernels, before, after, tmp_path) as faulty:
+    with with_fault(kernels, *fault, tmp_path) as faulty:
         monkeypatch.setattr(candidates, "compiled_module", lambda name: faulty)
         assert [answers_without_scores(kind) for kind in kinds] != right
 

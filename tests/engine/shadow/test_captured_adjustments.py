@@ -17,6 +17,7 @@ from engine.types import Request, SamplingParams, Verifier
 from tests.engine.pairs import Pair
 from tests.engine.shadow.emulator import Emulator
 from tests.engine.shadow.test_graphs import PARAMS, run
+from tests.examples import in_proofs
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.usefixtures("unmeasured")
@@ -120,8 +121,7 @@ def bans_of_the_round_that_was_captured(patch: Patch) -> None:
     "fault",
     [
         a_stale_bias,
-        pytest.param(rows_of_the_round_that_was_captured, marks=pytest.mark.proofs),
-        bans_of_the_round_that_was_captured,
+        *in_proofs(rows_of_the_round_that_was_captured, bans_of_the_round_that_was_captured),
     ],
 )
 def test_a_fault_is_seen(pair: Pair, emulator: Emulator, fault: Callable[[Patch], None], monkeypatch: Patch) -> None:

@@ -24,13 +24,14 @@ from tests.engine.shadow.emulator import Emulator
 from tests.engine.shadow.test_captured_heads import LOOP
 from tests.engine.shadow.test_failed_rounds import sometimes_failing
 from tests.engine.shadow.test_graphs import PARAMS, run
+from tests.examples import in_proofs
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.usefixtures("unmeasured")
 SHARED = tuple(range(30, 47))  # blocks that all sequences read and none may write
 
 
-@pytest.fixture(params=["draft model", "eagle", "medusa"])
+@pytest.fixture(params=["eagle", *in_proofs("draft model", "medusa")])
 def served(pair: Pair, request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
     if request.param == "eagle":
         return save_eagle_pair(tmp_path)
@@ -54,7 +55,13 @@ SMALL = 200  # numbers: enough for a round of one sequence
 SETTINGS: dict[str, Any] = {"max_spec_length": 6, "block_size": 8}
 
 
-@pytest.mark.parametrize(("where", "name"), [(CapturedVerdict, "__init__"), (Graphs, "_replay"), (PlannedMoves, "run")])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (Graphs, "_replay"),
+        *(pytest.param(*at, marks=pytest.mark.proofs) for at in ((CapturedVerdict, "__init__"), (PlannedMoves, "run"))),
+    ],
+)
 def test_faults_change_no_text(served: Pair, emulator: Emulator, where: type, name: str, monkeypatch: Patch) -> None:
     asked, work = list[bool](), sometimes_failing(getattr(where, name), 0.2)
 
@@ -137,7 +144,7 @@ def test_trees_of_other_sizes_whose_levels_are_as_wide(served: Pair, emulator: E
     assert emulator.replays > 4
 
 
-@pytest.mark.parametrize("served", ["draft model", "medusa"], indirect=True)
+@pytest.mark.parametrize("served", [*in_proofs("draft model"), "medusa"], indirect=True)
 def test_rounds_that_the_fixed_memory_does_not_hold(served: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
     """They are not captured, because their numbers lie anywhere."""
     of, engines = RoundLimits.of, list[Engine]()

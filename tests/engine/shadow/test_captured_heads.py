@@ -26,6 +26,7 @@ from tests.engine.shadow.counting import Counts
 from tests.engine.shadow.device import active
 from tests.engine.shadow.emulator import Emulator
 from tests.engine.shadow.test_graphs import PARAMS, run
+from tests.examples import in_proofs
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.usefixtures("unmeasured")
@@ -82,7 +83,7 @@ def test_chains_of_an_eagle_head(eagle: Pair, emulator: Emulator, monkeypatch: P
     assert emulator.replays > 8
 
 
-@pytest.fixture(params=["medusa", "mlp_speculator"])
+@pytest.fixture(params=["medusa", *in_proofs("mlp_speculator")])
 def heads(pair: Pair, request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
     """The target with heads without memory."""
     if request.param == "medusa":
@@ -112,7 +113,7 @@ def replayed(monkeypatch: Patch) -> list[int]:
 LOOP: dict[str, Any] = {"logit_bias": ((20, 30.0), (21, 30.0), (22, 30.0)), "top_k": 3}  # so that drafts are accepted
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection", pytest.param("block", marks=pytest.mark.proofs)])
+@pytest.mark.parametrize("verifier", ["rejection", *in_proofs("match", "block")])
 def test_chains_of_heads_without_memory(
     heads: Pair, emulator: Emulator, replayed: list[int], verifier: Verifier
 ) -> None:
@@ -235,7 +236,7 @@ def test_a_fault_of_heads_without_memory_is_seen(heads: Pair, emulator: Emulator
         check(heads, requests("rejection", **LOOP))
 
 
-@pytest.mark.parametrize("fault", [states_of_another_sequence, the_same_state_for_all])
+@pytest.mark.parametrize("fault", [states_of_another_sequence, *in_proofs(the_same_state_for_all)])
 def test_a_fault_is_seen(eagle: Pair, emulator: Emulator, fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     fault(monkeypatch)
     with pytest.raises(AssertionError, match="the texts differ"):

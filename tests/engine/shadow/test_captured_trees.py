@@ -139,7 +139,9 @@ def requests_of_four_nodes(
     }
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.0, "frequency_penalty": 1.0, "bad_word_ids": ((20, 21),)}])
+@pytest.mark.parametrize(
+    "fields", [{}, *in_proofs({"temperature": 0.0, "frequency_penalty": 1.0, "bad_word_ids": ((20, 21),)})]
+)
 def test_one_graph_verifies_all_shapes_of_as_many_nodes(
     pair: Pair, emulator: Emulator, watch: Watch, fields: dict[str, Any]
 ) -> None:
@@ -155,7 +157,7 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return save_eagle_pair(tmp_path_factory.mktemp("eagle"))
 
 
-@pytest.fixture(params=["draft model", "eagle head"])
+@pytest.fixture(params=["eagle head", *in_proofs("draft model")])
 def served(pair: Pair, eagle: Pair, request: pytest.FixtureRequest) -> Pair:
     return pair if request.param == "draft model" else eagle
 
@@ -235,7 +237,7 @@ def unforeseen(drafter: DrafterName) -> list[Request]:
     return [Request(f"r{i}", (20, 21, 22) * 2, replace(params, seed=i), drafter=drafter, **how) for i in range(2)]
 
 
-@pytest.mark.parametrize("drafter", ["merged", "lookup"])
+@pytest.mark.parametrize("drafter", [*in_proofs("merged"), "lookup"])
 def test_trees_that_nobody_planned_are_verified_by_a_graph(
     pair: Pair, drafts: tuple[str, str], emulator: Emulator, watch: Watch, free_guesses: None, drafter: DrafterName
 ) -> None:
@@ -261,7 +263,7 @@ def test_trees_that_grow_are_verified_by_a_graph(pair: Pair, emulator: Emulator,
     assert max(map(len, watch.shapes.values())) > 2
 
 
-@pytest.mark.parametrize("tree", [*in_proofs((2, 1)), Growth(4, 3)])
+@pytest.mark.parametrize("tree", [(2, 1), *in_proofs(Growth(4, 3))])
 def test_the_fixed_memory_holds_the_largest_round(pair: Pair, emulator: Emulator, tree: Any) -> None:
     """All sequences, the longest context, the most nodes, every filter, and penalties."""
     params = replace(PARAMS, max_tokens=50, top_p=0.9, top_k=5, min_p=0.01, frequency_penalty=0.5)
@@ -274,6 +276,7 @@ def test_the_fixed_memory_holds_the_largest_round(pair: Pair, emulator: Emulator
     assert "the fixed memory is too small" not in graphs.eager
 
 
+@pytest.mark.proofs
 @pytest.mark.parametrize("family", ["gemma2"])
 def test_windows_cut_the_paths_of_captured_trees(tmp_path: Path, emulator: Emulator, watch: Watch, family: str) -> None:
     case = CASES[family]
@@ -283,6 +286,7 @@ def test_windows_cut_the_paths_of_captured_trees(tmp_path: Path, emulator: Emula
     assert watch.replays > 4
 
 
+@pytest.mark.proofs
 def test_windows_cut_the_paths_that_a_draft_model_reads(tmp_path: Path, emulator: Emulator, watch: Watch) -> None:
     """They are longer than the window, and longer than the levels are wide."""
     case = CASES["mistral"]
@@ -294,7 +298,7 @@ def test_windows_cut_the_paths_that_a_draft_model_reads(tmp_path: Path, emulator
     assert watch.drawn > 4
 
 
-@pytest.mark.parametrize("how", [{"tree": (64,)}, {"k": 66, "drafter": "merged"}])
+@pytest.mark.parametrize("how", [{"tree": (64,)}, *in_proofs({"k": 66, "drafter": "merged"})])
 def test_trees_of_too_many_nodes_are_verified_operation_by_operation(
     pair: Pair, drafts: tuple[str, str], emulator: Emulator, watch: Watch, how: dict[str, Any]
 ) -> None:
@@ -390,6 +394,7 @@ def drafts_of_other_places(patch: Patch) -> None:
     patch.setattr(CapturedTreeDraft, "_put_level", putting)
 
 
+@pytest.mark.proofs
 def test_a_fault_of_a_draft_is_seen(eagle: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
     """It changes what is accepted."""
     arrivals = {0: [Request(f"r{i}", (20, 21), replace(PARAMS, seed=i, max_tokens=40), tree=(2, 1)) for i in range(2)]}
@@ -411,7 +416,13 @@ FAULTS: list[tuple[Callable[[Patch], None], dict[int, list[Request]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "requests", "told"), FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "requests", "told"),
+    [
+        pytest.param(*fault, marks=() if fault[0] is shapes_that_were_planned else pytest.mark.proofs)
+        for fault in FAULTS
+    ],
+)
 def test_a_fault_is_seen(
     pair: Pair,
     emulator: Emulator,

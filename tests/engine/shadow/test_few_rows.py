@@ -20,6 +20,7 @@ from tests.engine.driving import make_sequence
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import VOCAB
 from tests.engine.shadow.cuda import shadow_cuda
+from tests.examples import usual_and_proofs
 from tests.kv import kv_config
 
 PROMPT = 33
@@ -72,7 +73,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", usual_and_proofs(KNOWN, ("llama", "smollm3")))
 def test_a_pass_of_few_rows_gives_what_any_pass_gives(
     name: str, used: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
