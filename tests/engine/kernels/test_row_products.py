@@ -167,6 +167,7 @@ def test_no_rows(kernels: ModuleType, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
+        (products, "y += tl.load(bias", "y -= tl.load(bias"),
         (gates, "y * scale, up * scale", "y * scale, up"),
         (sums, "y += tl.load(to", "y -= tl.load(to"),
         (projections, "tl.load(places + row", "0 * tl.load(places + row"),
@@ -174,7 +175,6 @@ def test_no_rows(kernels: ModuleType, device: torch.device) -> None:
             (products, "tl.sum(squares) / inner + eps", "tl.sum(squares) / inner"),
             (products, "row *= offset + ", "row *= "),
             (products, "first + DEPTH, inner, DEPTH)\n        sums", "first, inner, DEPTH)\n        sums"),
-            (products, "y += tl.load(bias", "y -= tl.load(bias"),
             (products, "tl.cdiv(inner, DEPTH)", "inner // DEPTH"),
             (gates, "tl.exp(-y)) * up", "tl.exp(-y)) * y"),
             (gates, "tl.dot(_tile(other", "tl.dot(_tile(own"),

@@ -117,7 +117,7 @@ def test_scores_of_a_few_queries_at_a_time(
     reader.feed({0: 30, 1: 7})
 
 
-ROUNDED = ("llama", "gemma2", "gemma3", "granite", "qwen3_moe", "gpt_oss")  # as bfloat16, by default
+ROUNDED = ("llama", "gemma2", "gemma3", "granite", "qwen3_moe", "gpt_oss")  # tried in `make test`
 
 
 @pytest.mark.parametrize(

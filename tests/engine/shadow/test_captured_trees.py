@@ -276,7 +276,6 @@ def test_the_fixed_memory_holds_the_largest_round(pair: Pair, emulator: Emulator
     assert "the fixed memory is too small" not in graphs.eager
 
 
-@pytest.mark.proofs
 @pytest.mark.parametrize("family", ["gemma2"])
 def test_windows_cut_the_paths_of_captured_trees(tmp_path: Path, emulator: Emulator, watch: Watch, family: str) -> None:
     case = CASES[family]
@@ -394,7 +393,6 @@ def drafts_of_other_places(patch: Patch) -> None:
     patch.setattr(CapturedTreeDraft, "_put_level", putting)
 
 
-@pytest.mark.proofs
 def test_a_fault_of_a_draft_is_seen(eagle: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
     """It changes what is accepted."""
     arrivals = {0: [Request(f"r{i}", (20, 21), replace(PARAMS, seed=i, max_tokens=40), tree=(2, 1)) for i in range(2)]}

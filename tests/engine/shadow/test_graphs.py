@@ -197,7 +197,6 @@ def steady_requests(count: int = 2, **fields: Any) -> list[Request]:
     return [Request(f"r{i}", tuple(range(20 + i, 31)), replace(params, seed=i), k=3 - i) for i in range(count)]
 
 
-@pytest.mark.proofs
 def test_only_rounds_that_replay_show_what_a_round_takes(pair: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
     told, observe = list[tuple[bool, int]](), SpecControl.observe
 
@@ -234,7 +233,6 @@ def test_a_newcomers_prompt_is_read_before_the_graph_that_drafts_for_all(
     assert beside[-1] == 1, "the drafts are a replay"
 
 
-@pytest.mark.proofs
 def test_drafts_beside_a_prompt_are_replays(pair: Pair, emulator: Emulator, monkeypatch: Patch) -> None:
     """The target reads the prompt operation by operation. The control: beside `rejection` drafts do so too."""
 
@@ -292,7 +290,7 @@ LAWS: dict[str, list[tuple[dict[str, Any], Verifier]]] = {
     "block, penalties": [(PENALISED, "block"), ({"top_k": 20}, "block")],
     "rejection beside others": [(PENALISED, "rejection"), ({}, "match"), ({"temperature": 0.0}, "rejection")],
 }
-USUAL_LAWS = ("block, penalties",)
+USUAL_LAWS = ("block, penalties", "rejection beside others")  # which have all of the others' laws
 
 
 @pytest.mark.parametrize(
@@ -394,7 +392,6 @@ def test_negative_control_of_a_draft_that_was_replaced(
         check_replaced_draft(pair, drafts[1])
 
 
-@pytest.mark.proofs
 def test_two_draft_models_keep_their_results_apart(pair: Pair, drafts: tuple[str, str], emulator: Emulator) -> None:
     requests = [replace(r, drafter="merged") for r in steady_requests(max_tokens=24)]
     both = run(pair, requests, drafts=drafts)

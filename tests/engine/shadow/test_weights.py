@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.config import ConfigError, EngineConfig, WeightForm
 from engine.engine import Engine
+from engine.kernels.row_products import most_rows
 from engine.loading.load import plan_memory
 from engine.models.coded_linear import CodedLinear
 from engine.models.decoder import Decoder, LanguageModel
@@ -189,6 +190,15 @@ def test_a_round_crosses_no_more_often(pair: Pair) -> None:
     check_budget("match", measure(pair, KINDS["match"], "int4"))
 
 
+@pytest.fixture
+def another_gpu() -> Iterator[None]:
+    """What an engine keeps of the GPU is asked anew, here and by later tests."""
+    most_rows.cache_clear()
+    yield
+    most_rows.cache_clear()
+
+
+@pytest.mark.usefixtures("another_gpu")
 def test_an_old_gpu_dequantises_and_says_so(
     plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
