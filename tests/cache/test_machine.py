@@ -11,9 +11,10 @@ from cache.blocks import BlockPool
 from cache.paged import NEVER, PagedCache, _Held
 from cache.protocol import CacheFull, KVCache
 from tests.cache.machine import BLOCK, BLOCKS, MAX_LEN, SLOTS, WINDOW, CacheMachine, PagedMachine, SlidingMachine
+from tests.examples import in_proofs, usual_and_proofs
 
 # A failing program is shrunk and printed as Python that reproduces it; print_blob adds the line that repeats it.
-NORMAL = settings(max_examples=25, stateful_step_count=40, deadline=None, print_blob=True)
+NORMAL = settings(max_examples=15, stateful_step_count=40, deadline=None, print_blob=True)
 LONG = settings(NORMAL, max_examples=900, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow])
 # Repeats the same programs every time, so a fault that is caught stays caught; shrinking it would only take time.
 HUNT = settings(NORMAL, max_examples=2000, derandomize=True, database=None, phases=[Phase.generate], print_blob=False)
@@ -37,7 +38,7 @@ class WithoutPrefixes(PagedMachine):
 
 
 TestPagedCacheWithoutPrefixes = WithoutPrefixes.TestCase
-TestPagedCacheWithoutPrefixes.settings = settings(NORMAL, max_examples=12)
+TestPagedCacheWithoutPrefixes.settings = settings(NORMAL, max_examples=8)
 
 
 @pytest.mark.proofs
@@ -220,6 +221,18 @@ FAULTS = [
     CallsEverythingWritable,
     ReservesHalf,
 ]
+# Their first programs meet the fault, and each is in another operation.
+USUAL = [
+    ForkLosesACount,
+    TruncateFreesThePartialBlock,
+    IndexesDrafts,
+    WritesWithoutCopying,
+    EvictsReferencedBlocks,
+    IgnoresSalt,
+    FreesTwice,
+    KeepsWhatWasDiscarded,
+    GivesAwayWhatWasQuarantined,
+]
 
 
 # Whose first programs meet the fault; for the other faults it is 0. Where the machine changes, others may be better.
@@ -242,7 +255,7 @@ def hunt(machine: type[CacheMachine], number: int, programs: settings = HUNT) ->
     run_state_machine_as_test(machine, settings=programs)
 
 
-@pytest.mark.parametrize("faulty", FAULTS)
+@pytest.mark.parametrize("faulty", usual_and_proofs(FAULTS, USUAL))
 def test_the_machine_catches(faulty: type[PagedCache]) -> None:
     def make() -> KVCache:
         return faulty(SLOTS, MAX_LEN, BLOCK, BLOCKS, prefixes=True)
@@ -303,7 +316,7 @@ SLIDING_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("faulty", SLIDING_FAULTS)
+@pytest.mark.parametrize("faulty", usual_and_proofs(SLIDING_FAULTS, [SlidesTooFar, TruncatesIntoWhatItLeft]))
 def test_the_machine_catches_in_a_sliding_cache(faulty: type[PagedCache]) -> None:
     def make() -> KVCache:
         return faulty(SLOTS, MAX_LEN, BLOCK, BLOCKS, prefixes=True, window=WINDOW)
@@ -318,9 +331,12 @@ def test_the_machine_catches_drafts_that_are_handed_over() -> None:
 
 
 @pytest.mark.parametrize("kind", [PagedMachine, SlidingMachine])
-def test_programs_that_meet_the_faults_find_nothing_without_one(kind: type[CacheMachine]) -> None:
+@pytest.mark.parametrize("faults", [USUAL, *in_proofs([*FAULTS, *SLIDING_FAULTS])], ids=["usual", "all"])
+def test_programs_that_meet_the_faults_find_nothing_without_one(
+    faults: list[type[PagedCache]], kind: type[CacheMachine]
+) -> None:
     machine: type[CacheMachine] = type("Sound", (kind,), {"steps": 0})
-    seeds = {0, *SEEDS.values()}
+    seeds = {SEEDS.get(fault.__name__, 0) for fault in faults}
     for number in sorted(seeds):
         hunt(machine, number, settings(HUNT, max_examples=8))
     assert machine.steps > 100 * len(seeds)

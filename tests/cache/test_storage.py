@@ -171,7 +171,7 @@ def gathered(_: Layout, cache: PagedCache, shape: KVShape) -> Storage:
 def run_machine(layout: Layout, make: Callable[..., Storage], number: int | None = None, **how: Any) -> None:
     """number: the seed of the programs; None: other programs each time."""
     machine = type("Driven", (Machine,), {"layout": layout, "make": staticmethod(make)})
-    chosen = settings(**{"max_examples": 15, "stateful_step_count": 30, "deadline": None, "database": None} | how)
+    chosen = settings(**{"max_examples": 8, "stateful_step_count": 30, "deadline": None, "database": None} | how)
     if number is not None:
         seed(number)(machine)
     run_state_machine_as_test(machine, settings=chosen)

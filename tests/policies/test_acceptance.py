@@ -18,6 +18,7 @@ from policies.observation import Candidate, Drafted, Floats
 
 RECORDING = Path(__file__).parent / "data" / "demo_rounds.json"
 DEPTH = 8
+ERROR = 0.008
 Round = list[Drafted]
 Pairs = tuple[Floats, Floats]  # predicted chance that a reached position is accepted; whether it was
 
@@ -85,9 +86,6 @@ def own_law() -> Pairs:
     return replay(Estimator(DEPTH))
 
 
-ERROR = 0.008
-
-
 def worst_decile(pairs: Pairs) -> float:
     """Largest difference between mean prediction and realised share among the tenths of the predictions."""
     predicted, realised = pairs
@@ -149,6 +147,7 @@ def test_predicted_and_realised_acceptance_agree_within_3_points_per_decile(slot
     assert worst_decile(own_law() if slots == 8 else replay(Estimator(DEPTH), slots)) < 0.03 + ERROR
 
 
+@pytest.mark.proofs
 def test_counting_unobserved_positions_as_failures_is_not_calibrated() -> None:
     """Negative control."""
     assert worst_decile(replay(Estimator(DEPTH), seen=all_failures)) > 0.1
@@ -201,7 +200,7 @@ def closed_loop(estimator: Predictor, batch: int, breaks: int = BREAKS, seed: in
     return shares
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("batch", [4, *(pytest.param(batch, marks=pytest.mark.proofs) for batch in (1, 16))])
 def test_a_drafter_gone_bad_is_abandoned_within_20_rounds_and_found_again_within_200(batch: int) -> None:
     for seed in range(2):
         shares = closed_loop(Estimator(DEPTH), batch, seed=seed)

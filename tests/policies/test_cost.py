@@ -375,7 +375,7 @@ def any_timing(draw: st.DrawFn) -> Timing:
     return Timing(batch, drafts, depth, prefill, forwards, read, draw(TIMES) if drafts else 0.0, draw(TIMES), rest)
 
 
-@examples(40)
+@examples(15)
 @given(
     st.lists(any_timing(), max_size=12),
     st.lists(any_timing(), max_size=40),

@@ -307,7 +307,7 @@ def test_chains_keep_their_price_beside_trees() -> None:
     assert cost.seconds(4, 2, 2, 4) == pytest.approx(2 * STEP_S + 2e-3 + 6 * ROW_S, rel=0.1)
 
 
-@pytest.mark.parametrize("first", [FIRST, 0.9])
+@pytest.mark.parametrize("first", [FIRST, pytest.param(0.9, marks=pytest.mark.proofs)])
 def test_the_chances_of_siblings_are_learned(first: float) -> None:
     """One drafter is worse than an unknown one is taken to be, the other is better."""
     random, estimator = np.random.default_rng(2), Estimator(DEPTH)

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.kernels.coded_product import coded_product, pack_int4, reference, unpack_int4
 from engine.models.quantize import quantise_as_fp8, quantise_in_groups, quantise_weight
 from tests.engine.kernels.faults import with_fault
-from tests.examples import usual_and_proofs
+from tests.examples import in_proofs, usual_and_proofs
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +111,7 @@ def error(kernels: ModuleType, case: Case) -> float:
     return float(((y.double() - exact).abs() / allowed).nan_to_num(torch.inf).max())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", usual_and_proofs(DTYPES, (torch.bfloat16,)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_rows(kernels: ModuleType, kind: str, dtype: torch.dtype) -> None:
     for rows in (1, 16, 17) if dtype is torch.float32 else (1, 16, 17, 65):  # fp32 has one tile for all
@@ -120,13 +120,13 @@ def test_numbers_of_rows(kernels: ModuleType, kind: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("group", [32, 96, 128])
+@pytest.mark.parametrize("group", [96, *in_proofs(32, 128)])  # other tests have groups of these sizes
 def test_groups(kernels: ModuleType, kind: str, offsets: bool, group: int) -> None:
     for rows in (3, 65) if group == 96 else (3,):
         assert error(kernels, draw(kind, rows, 33, 2 * group, 2, offsets=offsets, dtype=torch.bfloat16)) < 1
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", *in_proofs("fp8")])
 @pytest.mark.parametrize(("out", "inner", "groups"), [(1, 1, 1), (3, 5, 1), (17, 130, 1), (40, 80, 2)])
 def test_odd_shapes(kernels: ModuleType, kind: str, out: int, inner: int, groups: int) -> None:
     for rows in (1, 66):
@@ -169,7 +169,7 @@ def company(kernels: ModuleType, case: Case) -> int:
     return found
 
 
-@pytest.mark.parametrize(("kind", "groups"), [("int8", 1), ("int4", 6)])
+@pytest.mark.parametrize(("kind", "groups"), [("int4", 6), pytest.param("int8", 1, marks=pytest.mark.proofs)])
 def test_a_row_has_the_bits_that_it_has_alone(
     kernels: ModuleType, kind: str, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from engine.models.pass_attention import PLAIN, Scoring
 from engine.models.spans import Span
 from engine.trees import ROOT, branching
 from tests.engine.kernels.paged_cases import Case, Heads, make_case, poisoned, random_scoring, random_spans
-from tests.examples import usual_and_proofs
+from tests.examples import in_proofs, usual_and_proofs
 
 CPU = torch.device("cpu")
 DEEP = (ROOT, 0, 1, 2, 3, 1, 5, ROOT)
@@ -111,7 +111,7 @@ def test_tiles_that_end_anywhere(length: int, window: int | None, group: int) ->
     )
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, *in_proofs(20)])
 @pytest.mark.parametrize(("group", "sizes"), [(1, [32, 32, 32, 4]), (8, [16] * 6 + [4]), (200, [1] * 100)])
 def test_long_spans_are_computed_in_pieces(group: int, sizes: list[int], window: int | None) -> None:
     """A piece ends with its own last key. Trees stay whole."""

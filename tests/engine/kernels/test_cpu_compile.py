@@ -12,7 +12,7 @@ FUNCTION = "\n".join(
         "from engine.kernels.cpu_compile import compiled",
         "@compiled",
         "def inner(x, total):",
-        *(f"    for i in range({n}, len(x)): total += x[i] * x[i - {n}] / (1 + x[{n}])" for n in range(40)),
+        *(f"    for i in range({n}, len(x)): total += x[i] * x[i - {n}] / (1 + x[{n}])" for n in range(8)),
         "    return total",
         "@compiled",
         "def outer(x):",

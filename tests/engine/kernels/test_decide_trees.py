@@ -148,8 +148,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lenience", "dtype", "rounds"),
     [
-        (1.0, torch.float32, 1),
-        (0.4, torch.float64, 2),
+        (0.4, torch.float32, 2),  # some rows have a lenience of 1
         *(pytest.param(*kind, 2, marks=pytest.mark.proofs) for kind in KINDS),
     ],
 )
@@ -184,8 +183,8 @@ FAULTS = {
 }  # fmt: skip
 
 
-# A fault of each kernel.
-USUAL_FAULTS = ("what is left is not normalised", "any node follows", "the law of the root")
+# A fault of what is accepted, and one of what is emitted.
+USUAL_FAULTS = ("any node follows", "the law of the root")
 
 
 @pytest.mark.parametrize("fault", usual_and_proofs(FAULTS, USUAL_FAULTS))

@@ -85,9 +85,10 @@ def test_lengths_from_none_to_a_thousand(kernels: ModuleType, block_size: int) -
     assert error(kernels, make_case(spans, Heads(block_size=block_size))) < 1
 
 
+@pytest.mark.proofs
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("window", [None, *in_proofs(2000)])
-@pytest.mark.parametrize("block_size", [32, *in_proofs(16)])
+@pytest.mark.parametrize("window", [None, 2000])
+@pytest.mark.parametrize("block_size", [32, 16])
 def test_a_length_of_three_thousand(kernels: ModuleType, block_size: int, window: int | None) -> None:
     """A row, the drafts of a round, and a tree: twelve segments of keys in as many parts."""
     spans = [Span.at(0, 2999, 1), Span.at(1, 2995, 5), Span.at(2, 2990, 3, (ROOT, 0, ROOT)), Span.at(3, 0, 0)]
@@ -97,14 +98,14 @@ def test_a_length_of_three_thousand(kernels: ModuleType, block_size: int, window
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("group", [1, *in_proofs(2, 3, 4), 5, *in_proofs(6, 7, 8)])
+@pytest.mark.parametrize("group", [*in_proofs(1, 2, 3, 4), 5, *in_proofs(6, 7, 8)])
 def test_any_number_of_heads_shares_a_kv_head(kernels: ModuleType, group: int) -> None:
     spans = [Span.at(0, 300, 1), Span.at(1, 17, 4)]  # four rows of five heads are more than a tile of 16
     assert error(kernels, make_case(spans, Heads(2, group))) < 1
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("head_dim", [8, *in_proofs(16, 64), 80, *in_proofs(96, 128), 256])
+@pytest.mark.parametrize("head_dim", [*in_proofs(8, 16, 64), 80, *in_proofs(96, 128, 256)])
 def test_head_sizes(kernels: ModuleType, head_dim: int) -> None:
     spans = [Span.at(0, 300, 3), Span.at(1, 17, 1)]
     assert error(kernels, make_case(spans, Heads(2, 2, head_dim))) < 1
@@ -117,7 +118,7 @@ def test_short_types(kernels: ModuleType, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("window", [*in_proofs(1, 2), 31, *in_proofs(32, 250), 600])
+@pytest.mark.parametrize("window", [*in_proofs(1, 2), 31, *in_proofs(32, 250, 600)])
 def test_windows(kernels: ModuleType, window: int) -> None:
     spans = [*MIXED, Span.at(6, 1000, 2)]
     assert error(kernels, make_case(spans, Heads(), window=window), Scoring(window=window)) < 1
@@ -127,7 +128,7 @@ RULES = list(product((None, 4.0), (None, 0.5, 30.0), (False, True)))  # scale, s
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("rule", usual_and_proofs(RULES, ((None, 0.5, False), (None, 30.0, True))), ids=str)
+@pytest.mark.parametrize("rule", usual_and_proofs(RULES, ((None, 30.0, True),)), ids=str)
 def test_soft_caps_and_sinks(kernels: ModuleType, rule: tuple[float | None, float | None, bool]) -> None:
     scale, softcap, sinks = rule
     scoring = Scoring(scale=scale, softcap=softcap, sinks=torch.tensor([3.0, -2.0]) if sinks else None)
@@ -151,7 +152,7 @@ def test_larger_passes_with_many_rows_of_a_sequence(kernels: ModuleType) -> None
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("window", [None, *in_proofs(5), 400, *in_proofs(800)])
+@pytest.mark.parametrize("window", [*in_proofs(None, 5), 400, *in_proofs(800)])
 def test_sequences_with_more_segments_than_parts(
     kernels: ModuleType, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +190,7 @@ SPANS = {
 }
 PADDED = list(product(SPANS, (False, True)))  # with sinks or without
 # The kernel that joins parts divides by nothing where there is no sink.
-USUAL_PADDED = (("split", False), ("split", True), ("short", False), ("mixed", True))
+USUAL_PADDED = (("split", False), ("mixed", True))
 
 
 @pytest.mark.usefixtures("wide_tiles")
@@ -211,7 +212,7 @@ def filled_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("wide_tiles")
-@pytest.mark.parametrize("name", SPANS)
+@pytest.mark.parametrize("name", usual_and_proofs(SPANS, ("split", "short")))
 def test_rows_that_all_are_in_a_sequence_are_all_written(kernels: ModuleType, name: str) -> None:
     """Two sequences without keys included. The control: three rows behind them are in none."""
     case = padded(make_case(SPANS[name], Heads()))
@@ -318,13 +319,8 @@ def mutant(
         yield kernels
 
 
-# Two faults of each kernel.
-USUAL_MUTANTS = (
-    "paths are ignored",
-    "the window is one longer",
-    "a part is not joined",
-    "parts are not weighed",
-)
+# A fault of each kernel.
+USUAL_MUTANTS = ("paths are ignored", "a part is not joined")
 
 
 @pytest.mark.parametrize("mutant", usual_and_proofs(MUTANTS, USUAL_MUTANTS), indirect=True)

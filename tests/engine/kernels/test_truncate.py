@@ -150,6 +150,7 @@ def test_the_kernels_remove_from_rows_of_a_kind_what_the_definition_does(kernel:
     check(kernel, logits.float(), list(SETTINGS))
 
 
+@pytest.mark.proofs
 @pytest.mark.usefixtures("whole_parts")
 def test_the_kernels_remove_from_fp64_what_the_definition_does(kernel: Truncate) -> None:
     g = torch.Generator().manual_seed(3)
@@ -158,7 +159,7 @@ def test_the_kernels_remove_from_fp64_what_the_definition_does(kernel: Truncate)
 
 
 @pytest.mark.usefixtures("whole_parts")
-@pytest.mark.parametrize("vocab", [1, 2, *in_proofs(31)])
+@pytest.mark.parametrize("vocab", [1, *in_proofs(2, 31)])
 def test_the_kernels_remove_from_short_rows_what_the_definition_does(kernel: Truncate, vocab: int) -> None:
     g = torch.Generator().manual_seed(4)
     check(kernel, normal((4, vocab), g).float(), [SETTINGS[0], SETTINGS[1], SETTINGS[5], GREEDY])
@@ -249,8 +250,8 @@ FAULTS = {
 }
 
 
-# A fault of search_kernel, one of write_kernel, and one of what they call.
-USUAL_FAULTS = ("a pivot's own token counts", "the threshold's token goes", "one token too few is removed")
+# A fault of search_kernel, and one of write_kernel.
+USUAL_FAULTS = ("a pivot's own token counts", "the threshold's token goes")
 
 
 @pytest.mark.parametrize("fault", usual_and_proofs(FAULTS, USUAL_FAULTS))

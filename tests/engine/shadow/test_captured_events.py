@@ -126,6 +126,7 @@ def test_less_memory_than_was_planned(pair: Pair, emulator: Emulator, monkeypatc
     assert emulator.replays > 4
 
 
+@pytest.mark.proofs
 def test_trees_of_other_sizes_whose_levels_are_as_wide(served: Pair, emulator: Emulator) -> None:
     """Two nodes, then three, where the end of a text cuts its tree. A guesser's drafts make the verifications alike."""
     params = replace(PARAMS, max_tokens=26)

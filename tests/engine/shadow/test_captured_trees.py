@@ -194,7 +194,7 @@ def test_a_replayed_round_with_trees_crosses_twice_and_asks_for_few_operations(
 @pytest.mark.parametrize("fields", [*in_proofs({}), {"frequency_penalty": 1.0, "bad_word_ids": ((20, 21),)}])
 def test_trees_are_drawn_by_a_graph(served: Pair, emulator: Emulator, watch: Watch, fields: dict[str, Any]) -> None:
     """Trees of several shapes and a chain, of sequences that come and go."""
-    arrivals = requests_of_four_nodes(3, (*OF_FOUR[:4], (1, 1), *OF_FOUR[:4]), **fields)
+    arrivals = requests_of_four_nodes(3, (*OF_FOUR[:3], (1, 1), *OF_FOUR[:2]), **fields)
     arrivals[4] = [Request("chain", (20, 21), replace(PARAMS, seed=9, max_tokens=40), k=3)]
     both = run(served, arrivals, block_size=32, max_running=3)
     both.check()
@@ -315,7 +315,7 @@ def test_trees_of_too_many_nodes_are_verified_operation_by_operation(
     assert all(len(shape) <= 63 for shapes in watch.shapes.values() for (shape,) in shapes)
 
 
-@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("heads", [False, *in_proofs(True)])
 def test_captures_that_fail_cost_the_graphs_only(pair: Pair, tmp_path: Path, monkeypatch: Patch, heads: bool) -> None:
     def refusing(memory: Any, region: Any, *, fresh: bool) -> Any:
         raise RuntimeError("no captures today")

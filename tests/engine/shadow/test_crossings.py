@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.shadow.counting import Counts
 from tests.engine.shadow.report import KINDS, main, measure, pair_of
+from tests.examples import usual_and_proofs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pairs")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The test of the report has the budget of lookup.
+USUAL = (
+    *("greedy", "match", "rejection", "block, top-p, penalties", "bias, bad words"),
+    *("tree", "tree, rejection", "tree, chains", "eagle", "medusa"),
+)
+
+
+@pytest.mark.parametrize("kind", usual_and_proofs(KINDS, USUAL))
 def test_a_round_keeps_to_its_budget(folder: Path, kind: str) -> None:
     check_budget(kind, measure(pair_of(KINDS[kind], folder), KINDS[kind]))
 

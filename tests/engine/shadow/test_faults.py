@@ -19,6 +19,7 @@ from tests.engine.shadow.both import without_measurements
 from tests.engine.shadow.report import KINDS, measure
 from tests.engine.shadow.test_crossings import check_budget
 from tests.engine.shadow.test_same_text import LIVELY, PARAMS, compare, make_requests
+from tests.examples import in_proofs
 
 Patch = pytest.MonkeyPatch
 
@@ -95,7 +96,13 @@ FAULTS: list[tuple[Callable[[Patch], None], Callable[[Pair], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "check", "told"), FAULTS)
+USUAL = (a_sync, a_mix_in_sampling, wrong_noise)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "told"),
+    [pytest.param(*fault, marks=() if fault[0] in USUAL else pytest.mark.proofs) for fault in FAULTS],
+)
 def test_a_fault_is_seen(
     pair: Pair, fault: Callable[[Patch], None], check: Callable[[Pair], None], told: str, monkeypatch: Patch
 ) -> None:
@@ -104,6 +111,7 @@ def test_a_fault_is_seen(
         check(pair)
 
 
-@pytest.mark.parametrize("check", [same_text, same_lively_text, within_budget])
+# test_crossings.py and test_same_text.py make the other comparisons.
+@pytest.mark.parametrize("check", [same_text, *in_proofs(same_lively_text, within_budget)])
 def test_without_a_fault_the_checks_pass(pair: Pair, check: Callable[[Pair], None]) -> None:
     check(pair)

@@ -20,7 +20,7 @@ from tests.engine.driving import make_sequence
 from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.pairs import VOCAB
 from tests.engine.shadow.cuda import shadow_cuda
-from tests.examples import usual_and_proofs
+from tests.examples import in_proofs, usual_and_proofs
 from tests.kv import kv_config
 
 PROMPT = 33
@@ -89,7 +89,11 @@ def test_a_pass_of_few_rows_gives_what_any_pass_gives(
 
 
 @pytest.mark.parametrize(
-    "fault", [lambda norm, inputs: (None, norm.eps, norm.offset), lambda norm, inputs: (norm.weight, 1.0, 0.0)]
+    "fault",
+    [
+        lambda norm, inputs: (None, norm.eps, norm.offset),
+        *in_proofs(lambda norm, inputs: (norm.weight, 1.0, 0.0)),
+    ],
 )
 def test_a_fault_is_seen(fault: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with shadow_cuda():
@@ -99,7 +103,7 @@ def test_a_fault_is_seen(fault: Callable[..., object], tmp_path: Path, monkeypat
         assert distance(logits(model, 1, 1), expected) > 1
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", usual_and_proofs(OTHERS, ("gemma2", "mixtral")))
 def test_layers_that_the_operations_do_not_know(name: str, used: list[int], tmp_path: Path) -> None:
     with shadow_cuda():
         model = runner(Path(random_checkpoint(CASES[name], tmp_path)), "bfloat16")

@@ -102,7 +102,7 @@ def test_several_drafts_merged(pair: Pair, drafts: tuple[str, str], verifier: Ve
     both.check_drafts(*groups(names))
 
 
-@pytest.mark.parametrize("verifier", ["match", "rejection"])
+@pytest.mark.parametrize("verifier", [*in_proofs("match"), "rejection"])
 @pytest.mark.parametrize("temperature", [*in_proofs(0.0), 0.8])
 def test_chosen_trees(pair: Pair, verifier: Verifier, temperature: float) -> None:
     params = replace(PARAMS, temperature=temperature)
@@ -201,7 +201,7 @@ def test_a_head_that_reads_states(verifier: Verifier, tmp_path: Path) -> None:
     both.check_drafts()
 
 
-@pytest.mark.parametrize("kind", ["medusa", "mlp"])
+@pytest.mark.parametrize("kind", ["medusa", *in_proofs("mlp")])
 def test_heads_without_memory(pair: Pair, kind: str, tmp_path: Path) -> None:
     if kind == "medusa":
         heads = save_heads(tmp_path / kind, random_medusa(), medusa_num_heads=2)
@@ -291,6 +291,7 @@ def test_preemption(pair: Pair) -> None:
     assert sum(step.preempted for step in both.shadow.run.steps)
 
 
+@pytest.mark.proofs  # test_graphs.py has windows, too
 def test_sliding_windows(tmp_path: Path) -> None:
     case = CASES["mistral"]
     target = random_checkpoint(case, tmp_path / "target")

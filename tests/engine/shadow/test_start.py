@@ -12,6 +12,7 @@ from tests.engine.heads.fitted import random_medusa, save_heads
 from tests.engine.pairs import Pair
 from tests.engine.shadow.both import run_both
 from tests.engine.shadow.test_same_text import PARAMS, PROMPT, start
+from tests.examples import in_proofs
 
 
 def an_eagle_head(pair: Pair, folder: Path) -> Pair:
@@ -26,7 +27,7 @@ def a_draft_model(pair: Pair, folder: Path) -> Pair:
     return pair
 
 
-@pytest.mark.parametrize("kind", [a_draft_model, an_eagle_head, medusa_heads])
+@pytest.mark.parametrize("kind", [a_draft_model, an_eagle_head, *in_proofs(medusa_heads)])
 def test_an_engine_starts_and_serves(pair: Pair, kind: Callable[[Pair, Path], Pair], tmp_path: Path) -> None:
     """The longest context is shorter than max_step_tokens, so that the largest prompt fills it."""
     served = kind(pair, tmp_path)

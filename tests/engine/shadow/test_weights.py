@@ -32,6 +32,7 @@ from tests.engine.shadow.emulator import emulated_graphs
 from tests.engine.shadow.report import KINDS, measure
 from tests.engine.shadow.test_crossings import check_budget
 from tests.engine.shadow.test_same_text import SETTINGS
+from tests.examples import in_proofs, usual_and_proofs
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -80,8 +81,9 @@ def products_of(decoder: LanguageModel) -> list[Product]:
     return [p for layer in decoder.layers for p in (layer.qkv, layer.out, *layer.mlp.products)]
 
 
-@pytest.mark.parametrize(("form", "graphs"), [("int8", False), ("int4", True), ("fp8", False)])
-def test_quantised_at_load(pair: Pair, form: WeightForm, graphs: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [("int4", True), *in_proofs(("int8", False), ("fp8", False))], ids=str)
+def test_quantised_at_load(pair: Pair, how: tuple[WeightForm, bool], tmp_path: Path) -> None:
+    form, graphs = how
     reference = Pair(rounded(pair.target, form, tmp_path / "target"), rounded(pair.draft, form, tmp_path / "draft"))
     engines: list[Engine] = []
 
@@ -136,7 +138,19 @@ def format_of(name: str) -> Any:
     return config | {"weight_block_size": [24, 32]}, lambda weight: fp8(weight, "weight_scale_inv", (24, 32))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+USUAL = (
+    "gptq",
+    "gptq in another order",
+    "awq",
+    "packed int4",
+    "packed int8",
+    "int8",
+    "fp8 per channel",
+    "fp8 in blocks",
+)
+
+
+@pytest.mark.parametrize("name", usual_and_proofs(FORMATS, USUAL))
 def test_codes_of_a_checkpoint_are_kept(plain: str, name: str, tmp_path: Path) -> None:
     quantised, reference = save_quantised(plain, tmp_path, *format_of(name))
     with shadow_cuda():
@@ -149,7 +163,7 @@ def test_codes_of_a_checkpoint_are_kept(plain: str, name: str, tmp_path: Path) -
     assert (kept.weight.dtype if isinstance(kept, CodedLinear) else None) is KEPT[name]
 
 
-@pytest.mark.parametrize("name", ["awq", "int8", "fp8 in blocks"])
+@pytest.mark.parametrize("name", ["awq", *in_proofs("int8", "fp8 in blocks")])
 def test_the_text_of_a_quantised_checkpoint(plain: str, name: str, tmp_path: Path) -> None:
     quantised, reference = save_quantised(plain, tmp_path, *format_of(name))
     both = run_both(
@@ -160,21 +174,27 @@ def test_the_text_of_a_quantised_checkpoint(plain: str, name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    "what",
     [
-        (None, "as_is"),
         (None, "int4"),
         ("gptq", "as_is"),
-        ("gptq", "int4"),
         ("gptq in another order", "as_is"),
-        ("packed int8", "as_is"),
-        ("packed int8", "int4"),
-        ("groups of integers in another order", "as_is"),
         ("fp8 per channel", "as_is"),
+        *in_proofs(
+            (None, "as_is"),
+            ("gptq", "int4"),
+            ("packed int8", "as_is"),
+            ("packed int8", "int4"),
+            ("groups of integers in another order", "as_is"),
+        ),
     ],
+    ids=str,
 )
-def test_the_plan_counts_the_bytes_of_the_codes(plain: str, name: str | None, form: WeightForm, tmp_path: Path) -> None:
+def test_the_plan_counts_the_bytes_of_the_codes(
+    plain: str, what: tuple[str | None, WeightForm], tmp_path: Path
+) -> None:
     """It may leave out steps, offsets and biases, which weigh much in so small a model only."""
+    name, form = what
     path = plain if name is None else str(save_quantised(plain, tmp_path, *format_of(name))[0])
     with shadow_cuda():
         config = EngineConfig(path, device="cuda", dtype="float64", target_weights=form, max_model_len=LENGTH)
