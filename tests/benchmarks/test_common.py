@@ -36,8 +36,9 @@ def test_every_spec_is_a_policy() -> None:
     assert [names[0][0], names[1], names[2][0]] == ["off", ("fixed", 4), "optimal"]
 
 
-def test_each_variant_learns_from_its_own_rounds_only() -> None:
-    llm = LLM("models/demo/target", "models/demo/draft", max_running=1, max_spec_length=4, threads=1)
+def test_each_variant_learns_from_its_own_rounds_only(small_pair: list[str]) -> None:
+    target, draft = (argument.partition("=")[2] for argument in small_pair[:2])
+    llm = LLM(target, draft, max_running=1, max_spec_length=4, threads=1)
     chooser = common.Chooser(llm.engine)
     started = llm.engine.speculator.control
     assert started.timings  # what was measured at the start, which everyone begins with

@@ -6,8 +6,6 @@ import pytest
 
 from benchmarks import copying
 
-PAIR = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--dtype", "float64", "--threads", "1"]
-
 
 def test_copied_share() -> None:
     prompt = list(range(20))
@@ -23,8 +21,10 @@ def test_spoiled_replaces_every_tenth_token() -> None:
     assert all(0 <= token < 64 for token in guess)
 
 
-def test_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    copying.main([*PAIR, "--prompts-count=1", "--max-tokens=12", "--repeats=1", "--k=4", "--json"])
+def test_the_benchmark_on_a_small_pair(small_pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    copying.main(
+        [*small_pair, "--dtype=float64", "--prompts-count=1", "--max-tokens=12", "--repeats=1", "--k=4", "--json"]
+    )
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = {(row["workload"], row["drafter"]): row for row in report["results"]}
     assert {("predict", "prediction"), ("predict", "cascade"), ("fresh", "lookup"), ("fresh", "off again")} <= set(rows)

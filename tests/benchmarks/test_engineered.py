@@ -16,7 +16,7 @@ from engine.llm import LLM, Completion
 from engine.models.tokenizer import Tokenizer
 from engine.types import SamplingParams
 
-VOCAB, TEXTS, TOKENS, K = 1024, 8, 256, 4
+VOCAB, TEXTS, TOKENS, K = 1024, 16, 128, 4
 ACCEPTANCES = (0.3, 0.9)
 SHAPE = ["--layers=2", "--hidden=128", "--intermediate=128", f"--vocab={VOCAB}", "--draft-layers=1"]
 NARROW = ["--draft-hidden=128", "--draft-intermediate=64", "--acceptance=.3,.6,.9"]

@@ -3,14 +3,15 @@
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,13 +36,13 @@ from engine.types import SamplingParams
 from tests.engine.fake_graphs import FakeMemory
 from tests.examples import in_proofs
 
-ROOT = Path(__file__).resolve().parents[2]
-# Names that no step may import, here as missing as on a machine with a GPU. An engine's start measures one round once,
-# and texts are shorter than those of a dry run by hand.
+# Packages that no step may import, here as missing as on a machine with a GPU, and those of the tree that may ask for
+# them at once. tests/test_imports.py shows that the engine does not.
+SERVER = ("ray", "pydantic", "starlette", "fastapi", "uvicorn", "opentelemetry")
+IMPORTED_ANEW = ("app", "benchmarks", "deployments")
+# An engine's start measures one round once, and texts are shorter than those of a dry run by hand.
 WHOLE = """
 import sys
-for name in ("ray", "pydantic", "starlette", "fastapi", "uvicorn", "opentelemetry"):
-    sys.modules[name] = None
 from engine import engine
 from engine.profiling import round_profile
 engine.PROFILE_S = 0.0
@@ -55,24 +56,21 @@ speed.REPEATS = 1
 from benchmarks.gpu.__main__ import main
 sys.exit(main(["--device", "cpu", "--dry-run"]))
 """
-# One family, fewer texts, and torch's operations: code for CPUs is no part of what a GPU runs. What each step's process
-# would load again is loaded before they are forked.
+# One family and fewer texts.
 SHORTER = """
-import gc
 from dataclasses import replace
-from functools import partial
-import transformers.models.llama.modeling_llama
 from benchmarks.gpu import speed, texts
-from engine.models import attention_plans
-from engine.sampling.kept_draws import compile_draws
 parity.DRY_FAMILIES = ("llama",)
+parity.NEW_TOKENS = 6
 texts.DRY_TEXTS = 2
-texts.small_engine = parity.small_engine = partial(parity.small_engine, products="plain")
-attention_plans.measured_lanes = lambda *shape: 0
 speed.DRY_PAIR = replace(speed.DRY_PAIR, target=replace(speed.DRY_PAIR.target, layers=1))
-compile_draws()
-gc.collect()
-gc.freeze()
+"""
+# The engine with all that serves on a CPU.
+COMPILED = """
+from importlib.util import find_spec
+from engine.models import compiled, product_choice, products
+compiled.find_spec, products.choose_forms = find_spec, product_choice.choose_forms
+compiled.compiled_module.cache_clear()
 """
 pytestmark = pytest.mark.slow
 
@@ -80,13 +78,27 @@ CPU = torch.device("cpu")
 forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
-@pytest.fixture(scope="module", params=[SHORTER, *in_proofs("")], ids=["shorter", "whole"])
-def report(request: pytest.FixtureRequest) -> dict[str, Any]:
-    program = WHOLE.format(shorter=request.param)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module", params=[SHORTER, *in_proofs(COMPILED)], ids=["shorter", "whole"])
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    told = tmp_path_factory.mktemp("dry") / "told"
+    child = get_context("fork").Process(target=dry_run, args=(WHOLE.format(shorter=request.param), told))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        child.start()
+    child.join(600)
+    assert child.exitcode == 0, told.read_text("utf-8")
+    found: dict[str, Any] = json.loads(told.read_text("utf-8").splitlines()[-1])
     return found
+
+
+def dry_run(program: str, told: Path) -> None:
+    """Run a program in this process, a fork of the tests': to import torch and transformers again takes ten seconds."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in IMPORTED_ANEW]:
+        del sys.modules[name]
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(SERVER))
+    with told.open("w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+        exec(program, {})
 
 
 def rows_of(report: dict[str, Any], step: str) -> dict[str, Any]:
@@ -271,9 +283,9 @@ def test_a_generated_pair_has_the_acceptance_that_was_set(
     """Its texts are checked by Bench.run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     recorder = Recorder("cpu", True, time.monotonic() + 60, lambda row: None)
-    bench = speed.Bench(speed.DRY_PAIR, acceptance, recorder, tmp_path / "pair", (2,))
-    bench.new_tokens = 300
-    run = bench.run(2, 3)
+    bench = speed.Bench(speed.DRY_PAIR, acceptance, recorder, tmp_path / "pair", (8,))
+    bench.new_tokens = 75
+    run = bench.run(8, 3)
     assert run.alpha == pytest.approx(acceptance, abs=0.08)
 
 

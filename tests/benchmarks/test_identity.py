@@ -1,4 +1,4 @@
-"""The identity benchmark: its counts, and the demo pair in float64, where nothing may differ."""
+"""The identity benchmark: its counts, and a pair in float64, where nothing may differ."""
 
 import json
 from functools import cache, partial
@@ -8,21 +8,9 @@ import pytest
 from benchmarks import identity, reference
 from benchmarks.common import Spec
 
-PAIR = [
-    "--target",
-    "models/demo/target",
-    "--draft",
-    "models/demo/draft",
-    "--dtype",
-    "float64",
-    "--threads",
-    "1",
-    "--json",
-]
 
-
-def test_no_mismatch_in_float64(capsys: pytest.CaptureFixture[str]) -> None:
-    identity.main([*PAIR, "--max-tokens=5", "--prompts-count=2"])
+def test_no_mismatch_in_float64(small_pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    identity.main([*small_pair, "--dtype=float64", "--json", "--max-tokens=5", "--prompts-count=2"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = report["results"]
     assert {(r["T"], r["mode"], r["k"]) for r in rows} == {

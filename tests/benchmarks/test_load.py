@@ -12,6 +12,7 @@ from benchmarks.load import LoadVariant, PlannedRequest
 from benchmarks.stepping import DrivenRequest, greedy
 from tests.benchmarks.scripted import record
 
+# The demo pair repeats its own text, as half of the requests must.
 PAIR = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--threads=1", "--json"]
 
 
@@ -127,7 +128,7 @@ def test_text_that_is_never_copied_is_refused() -> None:
 
 
 def test_the_benchmark_on_the_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--stages=2", "--max-tokens=12", "--prompts-count=3", "--repeats=2"]
+    size = ["--stages=2", "--max-tokens=9", "--prompts-count=3", "--repeats=2"]
     load.main([*PAIR, *size, "--spec=4,goodput"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["benchmark"] == "load"

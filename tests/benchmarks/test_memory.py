@@ -104,7 +104,7 @@ def test_prefix_refuses_a_miss_that_was_none(args: argparse.Namespace) -> None:
 
 
 def test_decode(run: Run) -> None:
-    rows = run("decode", "--concurrency=1,2", "--groups=2", "--max-tokens=8", "--prompt-tokens=12")
+    rows = run("decode", "--concurrency=1,2", "--groups=1", "--max-tokens=6", "--prompt-tokens=12")
     caches = ["slotted", "slotted again", "paged", "paged, gathered"]
     assert [(r["batch"], r["k"], r["cache"]) for r in rows] == [
         (b, k, c) for b in (1, 2) for k in ("off", "2") for c in caches

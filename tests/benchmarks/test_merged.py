@@ -7,9 +7,9 @@ import pytest
 from benchmarks import merged
 
 
-def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    models = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--second", "models/demo/draft"]
-    merged.main([*models, "--threads", "1", "--prompts-count", "2", "--max-tokens", "16", "--rows", "4", "--json"])
+def test_the_report(small_pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    second = small_pair[1].replace("--draft", "--second")
+    merged.main([*small_pair, second, "--prompts-count", "2", "--max-tokens", "16", "--rows", "4", "--json"])
     greedy, warm = json.loads(capsys.readouterr().out.splitlines()[-1])["merged"]
     assert (greedy["T"], warm["T"]) == (0.0, 0.8)
     for row in (greedy, warm):  # twice the same draft: the same chain

@@ -169,8 +169,19 @@ def test_a_system_that_stops_early_is_refused() -> None:
         run_group([system], [[5]], 3)
 
 
-def test_every_system_agrees_in_float64(capsys: pytest.CaptureFixture[str]) -> None:
-    peers.main([*PAIR, "--spec=3", "--max-tokens=6", "--prompts-count=2", "--repeats=1", "--concurrency=1,2"])
+def test_every_system_agrees_in_float64(small_pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    peers.main(
+        [
+            *small_pair,
+            "--dtype=float64",
+            "--json",
+            "--spec=3",
+            "--max-tokens=6",
+            "--prompts-count=2",
+            "--repeats=1",
+            "--concurrency=1,2",
+        ]
+    )
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(r["batch"], r["peer"], r["k"]) for r in found["results"]] == [
         (1, "transformers plain", "off"),

@@ -22,7 +22,6 @@ BATCH = 3
 MACHINE = partial(cpu, DEPTH)
 TIMINGS = profile(MACHINE, DEPTH, BATCH)
 Rows = dict[int, list[tuple[int, int, int]]]  # handle → (drafted, accepted, emitted) of each round
-PAIR = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--threads=1"]
 
 
 def run(world: World, config: PolicyConfig) -> tuple[Rows, list[dict[str, Any]]]:
@@ -57,7 +56,7 @@ def run(world: World, config: PolicyConfig) -> tuple[Rows, list[dict[str, Any]]]
 
 
 def texts_world(seed: int = 5) -> World:
-    return World(islice(drifting(BATCH, seed, tokens=60), 8), MACHINE)
+    return World(islice(drifting(BATCH, seed, tokens=60), 5), MACHINE)
 
 
 HEAD = {"policy": "fixed", "verifier": "match", "depth": DEPTH, "max_running": BATCH}
@@ -89,7 +88,7 @@ def test_the_recording_policy_repeats_what_it_did(recorded: Recorder, k: int, se
 
 
 def test_a_known_bit_is_what_any_policy_meets(recorded: Recorder) -> None:
-    truth = list(islice(drifting(BATCH, 5, tokens=60), 8))
+    truth = list(islice(drifting(BATCH, 5, tokens=60), 5))
     _, path = recorded(PolicyConfig("goodput"))
     texts, _ = trace.jobs(trace.load(path))
     known = 0
@@ -177,7 +176,7 @@ SPOILED: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Any]]] = {
     "nothing emitted": ("line 2: .* is impossible", _row(1, 4, 0)),
     "drafts in the prompt's pass": ("line 2: its first round", _row(0, 2, 1)),
     "too many tokens": ("line 2: .* of at most 3", lambda lines: lines[1].update(max_tokens=3)),
-    "no times": ("line 10: 'step_us' is missing", lambda lines: lines[-1].pop("step_us")),
+    "no times": ("line 7: 'step_us' is missing", lambda lines: lines[-1].pop("step_us")),
     "no request": ("holds no request", lambda lines: lines.__delitem__(slice(1, None))),
 }
 
@@ -248,10 +247,12 @@ def test_simulations_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert 0.5 < report["trees"][0]["over chains"] < 2
 
 
-def test_a_real_run_is_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_run_is_recorded_and_replayed(
+    small_pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.jsonl"
     size = ["--prompts-count=3", "--max-tokens=24", "--concurrency=2", "--dtype=float64"]
-    policy.main(["--record", str(path), *PAIR, *size, "--spec=3"])
+    policy.main(["--record", str(path), *small_pair, *size, "--spec=3"])
     loaded = trace.load(path)
     assert (loaded.depth, loaded.max_running, loaded.tokens) == (policy.DEPTH, 2, 3 * 24)
     assert loaded.seconds > 0

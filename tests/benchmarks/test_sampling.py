@@ -7,8 +7,6 @@ import torch
 
 from benchmarks import sampling
 
-PAIR = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--threads", "1"]
-
 
 @pytest.mark.parametrize("case", sampling.CASES, ids=lambda case: case.name)
 def test_rounds_accept_what_agrees(case: sampling.SamplingCase) -> None:
@@ -29,8 +27,8 @@ def test_zipf_logits_are_zipfs_law() -> None:
     assert not torch.equal(logits[0], logits[1])
 
 
-def test_every_case_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    sampling.main([*PAIR, "--vocabularies=300", "--batch=2", "--rounds=2", "--prompts-count=2", "--json"])
+def test_every_case_is_reported(small_pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    sampling.main([*small_pair, "--vocabularies=300", "--batch=2", "--rounds=2", "--prompts-count=2", "--json"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["case"] for row in report["results"]] == [case.name for case in sampling.CASES]
     assert all(row["total"] > 0 and row["of a round"] > 0 for row in report["results"])

@@ -22,9 +22,10 @@ def test_the_chances_of_siblings() -> None:
     assert second == pytest.approx([1 / 4, 1 / 4])
 
 
-def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    pair = ["--target", "models/demo/target", "--draft", "models/demo/draft", "--threads", "1"]
-    trees.main([*pair, "--prompts-count", "4", "--max-tokens", "24", "--rows", "4", "--temperatures", "0.8", "--json"])
+def test_the_report(small_pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    trees.main(
+        [*small_pair, "--prompts-count", "4", "--max-tokens", "24", "--rows", "4", "--temperatures", "0.8", "--json"]
+    )
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["trees"]
     assert len(row["parents"].split()) == 3
     assert row["best chain"] in (1, 2, 3)

@@ -28,6 +28,7 @@ from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.held_choice import Decision
 from policies.observation import Candidate, Drafted, RoundCost, Timing
+from tests.examples import usual_and_proofs
 
 DEPTH = 8
 GPU, CPU = partial(gpu, DEPTH), partial(cpu, DEPTH)
@@ -421,7 +422,7 @@ def test_recovery_counts_rounds() -> None:
     assert recovery([*level, *level, *gone], range(20, 40)) == (None, None)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", usual_and_proofs(range(4), [0]))
 def test_a_broken_drafter_is_left_alone_and_found_again(seed: int) -> None:
     broken = range(150, 270)
 

@@ -1,0 +1,13 @@
+"""What all tests of scripts share: engines that compile nothing."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.benchmarks.torch_alone import torch_alone
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_alone() -> Iterator[None]:
+    with torch_alone():
+        yield
