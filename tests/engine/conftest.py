@@ -1,13 +1,24 @@
 """One tiny pair for all tests of the engine."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers.utils import logging
 
+from engine import engine
+from engine.heads.eagle_files import load_eagle
+from engine.loading import load
+from engine.models import config_file
+from engine.models.loader import load_model
+from engine.models.products import Weights
 from engine.sampling import noise
+from policies.observation import Timing
 from tests.engine.forked import Forks, forks
 from tests.engine.pairs import Pair, Shape, save_checkpoint, save_pair
 
@@ -19,6 +30,42 @@ def _one_thread() -> Iterator[None]:
     logging.disable_progress_bar()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _versions_read_once() -> Iterator[None]:
+    """Each load asks for the version of transformers, whose metadata take as long to read as a tiny layer's weights."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(config_file, "version", cache(version))
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_weights() -> Iterator[dict[tuple[Any, ...], Any]]:
+    """The engines of a module share what is loaded of a checkpoint: for tests that change no weights. Yields what is
+    shared."""
+    models, real = dict[tuple[Any, ...], Any](), (load_model, load_eagle)
+
+    def once(number: int, checkpoint: Any, *target: Any, weights: Weights, **settings: Any) -> Any:
+        # The memory for second forms differs from load to load.
+        form = replace(weights, copies_bytes=None)
+        key = number, checkpoint.path, *map(id, target), form, *settings.values()
+        if key not in models:
+            models[key] = real[number](checkpoint, *target, weights=weights, **settings)
+        return models[key]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(load, "load_model", lambda *given, **settings: once(0, *given, **settings))
+        patched.setattr(load, "load_eagle", lambda *given, **settings: once(1, *given, **settings))
+        yield models
+
+
+@pytest.fixture(scope="module")
+def unprofiled() -> Iterator[None]:
+    """Engines take a plain round's time from here: for tests that fix k and look at no time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine, "profile", lambda *_, **__: [Timing(1, 0, 0, 0, 0, 0, 0.0, 1e-3, 0.0)])
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +86,12 @@ def pruned_races() -> Iterator[None]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """llama, two layers, untied; about a third of the draft's tokens agree."""
     return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def thin(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """As pair, of one layer: for tests that are about the rounds around a model."""
+    return save_pair(tmp_path_factory.mktemp("thin"), Shape(layers=1))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
 
 def fuzz(engine: Engine, checker: Checker, seed: int, count: int = 14) -> Drive:
     """Random prompts, k, temperatures, arrivals and cancels."""

@@ -15,6 +15,8 @@ from tests.engine.driving import Drive, drive, load, make_sequence, model_drafte
 from tests.engine.pairs import VOCAB, Pair, copy_of, edit_json
 from tests.examples import in_proofs
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
 BORDER = 48  # positions of the draft
 MAX_LEN = 128  # of the target
 

@@ -15,6 +15,14 @@ from tests.engine.pairs import VOCAB, Pair
 from tests.engine.test_pressure import Watch
 from tests.kv import without_prefixes
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
+
+@pytest.fixture(scope="module")
+def pair(thin: Pair) -> Pair:
+    return thin
+
+
 CONFIG: dict[str, Any] = {"policy": PolicyConfig("off"), "max_spec_length": 1, "max_step_tokens": 24}
 
 

@@ -27,6 +27,14 @@ from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
 from tests.examples import in_proofs, usual_and_proofs
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
+
+@pytest.fixture(scope="module")
+def pair(thin: Pair) -> Pair:
+    return thin
+
+
 Propose = Callable[[ModelDrafter, DraftBatch, Seq[int]], Draft]
 
 
@@ -89,7 +97,7 @@ def test_a_drafter_that_raises(engine: Engine, expected: dict[str, list[int]], m
         return propose(self, batch, ks)
 
     monkeypatch.setattr(ModelDrafter, "propose", raising)
-    run = drive(engine, make_requests(), after_step=Checker(engine))
+    run = drive(engine, make_requests(), after_step=Checker(engine, every=3))
     assert run.tokens == expected
     assert faults(run) == now.hits == 5
     assert run.accepted
@@ -108,7 +116,7 @@ def test_a_drafter_that_raises_half_way(
         return logits
 
     monkeypatch.setattr(Runner, "step", raising)
-    run = drive(engine, make_requests(), after_step=Checker(engine))
+    run = drive(engine, make_requests(), after_step=Checker(engine, every=3))
     assert run.tokens == expected
     assert faults(run) == now.hits == 5
 
@@ -126,7 +134,7 @@ def test_a_drafter_that_cannot_observe(
         observe(self, batch, verdict)
 
     monkeypatch.setattr(ModelDrafter, "observe", raising)
-    run = drive(engine, make_requests(), after_step=Checker(engine))
+    run = drive(engine, make_requests(), after_step=Checker(engine, every=3))
     assert run.tokens == expected
     assert faults(run) == now.hits > 0
 
@@ -155,7 +163,7 @@ def test_illegal_draft_ids_cost_their_own_sequence_its_drafts(
         return spoiled(propose(self, batch, ks), lambda tokens: tokens.__setitem__((at, 0), bad))
 
     monkeypatch.setattr(ModelDrafter, "propose", illegal)
-    run = drive(engine, make_requests(), after_step=Checker(engine))
+    run = drive(engine, make_requests(), after_step=Checker(engine, every=3))
     assert run.tokens == expected
     assert run.received["r0"].record is not None
     assert sum(run.received["r0"].record.column("accepted")) == 0
@@ -264,7 +272,7 @@ def test_a_drafter_that_can_neither_observe_nor_forget(
 ) -> None:
     asked = forgetful(monkeypatch)
     monkeypatch.setattr(ModelDrafter, "observe", lambda *_: 1 / 0)
-    run = drive(engine, make_requests(), after_step=Checker(engine))
+    run = drive(engine, make_requests(), after_step=Checker(engine, every=3))
     assert run.tokens == expected
     assert len(asked) > 7
 
@@ -327,7 +335,7 @@ def test_a_failed_pass_is_tried_again(
     """Passes with prefill chunks, last chunks and decodes among them; every third fails once."""
     now = Sometimes(*range(first, 1000, 3))
     fail_run(engine, monkeypatch, now, after=after)
-    run = drive(engine, make_requests(), after_step=Checker(engine))
+    run = drive(engine, make_requests(), after_step=Checker(engine, every=3))
     assert run.tokens == expected
     assert now.hits >= 5
     assert run.accepted
@@ -349,7 +357,7 @@ def test_a_pass_that_fails_on_drafts_is_tried_again_without_them(
 
     monkeypatch.setattr(ModelDrafter, "propose", eager)
     monkeypatch.setattr(engine.target, "run", raising)
-    run = drive(engine, make_requests(), after_step=Checker(engine))
+    run = drive(engine, make_requests(), after_step=Checker(engine, every=3))
     assert run.tokens == expected
     assert run.drafted == 0
     assert faults(run) == len(failed) > 10
@@ -367,7 +375,7 @@ def test_a_failed_verifier_is_tried_again(
         return match(*args)
 
     monkeypatch.setattr(matching, "match", raising)
-    assert drive(engine, make_requests(), after_step=Checker(engine)).tokens == expected
+    assert drive(engine, make_requests(), after_step=Checker(engine, every=3)).tokens == expected
 
 
 def test_a_pass_that_always_fails_ends_its_requests_and_only_those(

@@ -27,6 +27,8 @@ from tests.engine.test_rollback import Fuzz, load_small
 from tests.examples import in_proofs
 from tests.kv import KINDS, kv_kind
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
 ROWS = 318  # of the tables: as many as the tokenizer has tokens
 DROPPED = 8
 
@@ -154,7 +156,7 @@ def padded(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.mark.parametrize("kind", ["mapped", *(pytest.param(kind, marks=pytest.mark.proofs) for kind in KINDS[1:])])
 def test_caches_hold_the_committed_tokens_after_every_round(kind: str, padded: Pair) -> None:
     """Under pressure: chunks, prefix hits, choices that share blocks, preemption and rollback."""
-    fuzz = Fuzz(load_small(padded, kind), seed=1)
+    fuzz = Fuzz(load_small(padded, kind), seed=1, count=16 if kind == "mapped" else 24)
     assert min(fuzz.checker.compared.values()) > 1000
     assert 0 < fuzz.run.accepted < fuzz.run.drafted
     if kind != "slotted":

@@ -23,6 +23,14 @@ from tests.engine.pairs import VOCAB, Pair
 from tests.engine.sampling.test_logprobs import equal, hear
 from tests.examples import in_proofs
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
+
+@pytest.fixture(scope="module")
+def pair(thin: Pair) -> Pair:
+    return thin
+
+
 AMPLE, TIGHT = 416, 104  # tokens of memory: for everybody, and for hardly more than the longest sequence
 PROMPT, OUTPUT = 20, 40
 
@@ -178,7 +186,7 @@ def test_a_stop_string_across_a_preemption(pair: Pair, kind: str) -> None:
     text = drive(engine, [plain]).received[plain.id].text
     stop = text[15:21]
     assert text.index(stop) == 15
-    request = replace(plain, k=3, params=replace(plain.params, stop=(stop,)))
+    request = replace(plain, k=1, params=replace(plain.params, stop=(stop,)))
     expected = drive(engine, [request]).received[plain.id]
     assert (expected.reason, expected.text) == ("stop", text[:15])
     moment: list[int] = []  # tokens after which it is preempted, until it was

@@ -14,6 +14,14 @@ from engine.types import Request, SamplingParams
 from tests.engine.driving import Drive, drive, load
 from tests.engine.pairs import VOCAB, Pair, Shape, save_pair
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
+
+@pytest.fixture(scope="module")
+def pair(thin: Pair) -> Pair:
+    return thin
+
+
 LONGEST, SHORTER = 1500, 320  # tokens of the longest prompt: in proofs, and by default
 MAX_LENS = {LONGEST: 2048, SHORTER: 512}
 OVERLOAD = 4  # demand over memory

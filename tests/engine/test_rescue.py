@@ -21,6 +21,14 @@ from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
 from tests.examples import in_proofs
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
+
+@pytest.fixture(scope="module")
+def pair(thin: Pair) -> Pair:
+    return thin
+
+
 RUNNING = 8
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB for the secret")
 OUTPUT = {"r1": 4, "r2": 0, "r5": 5, "r6": 2}  # alternatives that requests want for their tokens
@@ -117,7 +125,7 @@ def test_a_request_that_fails_every_pass_ends_alone(
         return any(s.request_id == name and s.num_output >= 5 for s in engine.scheduler.running) and name in names
 
     passes = Passes(engine, monkeypatch, fails)
-    passes.check = Checker(engine)
+    passes.check = Checker(engine, every=3)
     run = drive(engine, make_requests(), after_step=passes.next_step)
     check_others(run, expected, name)
     assert run.received[name].error == "there was not enough memory to process this request"
@@ -134,7 +142,7 @@ def test_a_prompt_that_cannot_be_read_ends_alone(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = Passes(engine, monkeypatch, lambda names: "r7" in names, RuntimeError("the secret"))
-    run = drive(engine, make_requests(), after_step=Checker(engine))
+    run = drive(engine, make_requests(), after_step=Checker(engine, every=3))
     check_others(run, expected, "r7")
     assert run.received["r7"].error == "the model failed to process this request"
     assert len(passes.steps[0]) > len(run.steps)
@@ -145,7 +153,7 @@ def test_several_requests_that_fail_end_and_the_others_go_on(
 ) -> None:
     bad = {"r0", "r1", "r3", "r4", "r6"}
     Passes(engine, monkeypatch, lambda names: bool(names & bad))
-    run = drive(engine, make_requests(), after_step=Checker(engine))
+    run = drive(engine, make_requests(), after_step=Checker(engine, every=3))
     check_others(run, expected, *bad)
     assert sum(s.draft_faults for s in run.steps) == sum(s.draft_faults > 0 for s in run.steps)
 
@@ -154,7 +162,7 @@ def test_a_batch_that_is_too_large_is_run_in_parts_and_nobody_ends(
     engine: Engine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = Passes(engine, monkeypatch, lambda names: len(names) > 3)
-    passes.check = Checker(engine)
+    passes.check = Checker(engine, every=3)
     run = drive(engine, make_requests(), after_step=passes.next_step)
     check_others(run, expected)
     assert [RUNNING, RUNNING, 4, 4, 2, 2, 2, 2] in passes.steps
@@ -194,7 +202,7 @@ def test_a_request_whose_penalties_fail_ends_alone(
         sync(self, tokens)
 
     monkeypatch.setattr(History, "sync", failing)
-    check_others(drive(engine, make_requests(), after_step=Checker(engine)), expected, "r5")
+    check_others(drive(engine, make_requests(), after_step=Checker(engine, every=3)), expected, "r5")
 
 
 def tell_or_fail(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, Seq[int]], bool], error: Exception) -> None:
@@ -282,7 +290,7 @@ def test_log_probabilities_that_fail_end_their_own_request(
     """No pass is run again for it: all that fails is tried again, request by request."""
     tell_or_fail(monkeypatch, lambda rows, counts: count in counts, error)
     passes, heard = Passes(engine, monkeypatch), Logprobs(engine, monkeypatch)
-    passes.check = Checker(engine)
+    passes.check = Checker(engine, every=3)
     run = drive(engine, make_requests(), after_step=passes.next_step)
     check_others(run, expected, name)
     assert run.received[name].error == reason
@@ -296,5 +304,5 @@ def test_log_probabilities_for_which_only_the_batch_is_too_large_cost_nobody(
 ) -> None:
     tell_or_fail(monkeypatch, lambda rows, counts: len(set(counts)) > 1, OUT_OF_MEMORY)
     heard = Logprobs(engine, monkeypatch)
-    check_others(drive(engine, make_requests(), after_step=Checker(engine)), expected)
+    check_others(drive(engine, make_requests(), after_step=Checker(engine, every=3)), expected)
     assert same(heard.without(), told.without())

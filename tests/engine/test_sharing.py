@@ -27,6 +27,14 @@ from tests.engine.pairs import VOCAB, Pair
 from tests.engine.sampling.test_logprobs import equal, hear
 from tests.examples import in_proofs, usual_and_proofs
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
+
+@pytest.fixture(scope="module")
+def pair(thin: Pair) -> Pair:
+    return thin
+
+
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TEXT = tuple(random.Random(9).choices(range(2, VOCAB), k=96))
 

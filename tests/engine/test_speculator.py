@@ -27,6 +27,8 @@ from tests.engine.fresh import memory
 from tests.engine.pairs import Pair
 from tests.examples import in_proofs, usual_and_proofs
 
+pytestmark = pytest.mark.usefixtures("shared_weights")
+
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
 PROMPTS = ((5, 6, 7), (8, 9), (10, 11, 12, 13))
 POLICIES = ("off", "fixed", "heuristic", "optimal", "confidence", "goodput")

@@ -22,6 +22,14 @@ from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair
 from tests.kv import without_prefixes
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
+
+@pytest.fixture(scope="module")
+def pair(thin: Pair) -> Pair:
+    return thin
+
+
 LONG = "r4"  # whose prompt takes several passes
 
 

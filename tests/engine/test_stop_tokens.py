@@ -15,8 +15,16 @@ from engine.detokenize import TextStream
 from engine.engine import Engine
 from engine.types import Request, SamplingParams, Verifier
 from tests.engine.driving import Received, drive, load
-from tests.engine.pairs import EOS, Pair
+from tests.engine.pairs import EOS, Pair, Shape, save_pair
 from tests.engine.test_stops import certain, decoded, place_in_block, prompt, run_with_ends, stop_strings
+
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return save_pair(tmp_path_factory.mktemp("twins"), Shape(layers=1), noise=0.0)
+
 
 K = 4
 LENGTH = 24

@@ -14,7 +14,15 @@ import pytest
 from engine.engine import Engine
 from engine.types import FinishReason, Request, SamplingParams
 from tests.engine.driving import Received, drive, load
-from tests.engine.pairs import EOS, Pair
+from tests.engine.pairs import EOS, Pair, Shape, save_pair
+
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return save_pair(tmp_path_factory.mktemp("twins"), Shape(layers=1), noise=0.0)
+
 
 K = 4
 LENGTH = 24

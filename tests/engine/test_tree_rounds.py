@@ -18,6 +18,8 @@ from tests.engine.fresh import Checker
 from tests.engine.pairs import VOCAB, Pair
 from tests.examples import in_proofs
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
 SHAPES: tuple[tuple[int, ...] | Growth, ...] = ((2, 2), (3, 1), (2, 1, 2), (6,), Growth(7, 4))
 PROMPTS = ((5, 6, 7), (8, 9), tuple(range(20, 50)))
 

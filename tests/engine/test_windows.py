@@ -86,7 +86,7 @@ def test_windows_with_prefix_hits_preemption_and_rollback(name: str, tmp_path: P
     if name in ALL_SLIDE:  # 72 tokens are enough for three requests of 70
         preempt_at_times(engine)
     # The first ends its prompt before the second, which begins alike, comes.
-    run = drive(engine, {0: [first], 4: others}, after_step=Checker(engine, logits=False))
+    run = drive(engine, {0: [first], 4: others}, after_step=Checker(engine, logits=False, every=2))
     assert run.tokens == alone
     assert sum(s.preempted for s in run.steps) > 0
     assert sum(s.cached_tokens for s in run.steps) >= 32
@@ -166,7 +166,7 @@ def test_a_prompt_whose_memory_is_not_finite_ends_alone(tmp_path: Path) -> None:
     assert run.tokens["healthy"] == alone.tokens["healthy"]
 
 
-@pytest.mark.parametrize("name", few(GREEDY, lambda name: name in ("gpt_oss", "gemma3", "mistral")))
+@pytest.mark.parametrize("name", few(GREEDY, lambda name: name in ("gpt_oss", "mistral")))
 def test_64_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Four drafts per round by a draft model of the same family."""
     pair = save_families(name, tmp_path)

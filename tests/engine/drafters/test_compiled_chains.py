@@ -32,6 +32,8 @@ from tests.engine.models.families import CASES, random_checkpoint
 from tests.engine.models.reader import in_form
 from tests.engine.pairs import VOCAB, Pair, Shape, save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
 FAMILIES = ("llama", "llama with biases, yarn", "mistral", "qwen3", "phi3")
 HEADS = ("safeailab", "speculators")  # whose states enter as they are, or normed
 OTHERS = ("gemma2", "gemma3", "granite", "smollm3", "mixtral")  # caps, runs of layers, divisors, experts
@@ -106,7 +108,7 @@ def requests(**params: Any) -> dict[int, list[Request]]:
             Request(
                 f"r{n}",
                 tuple(range(2 + n, 9 + 3 * n)),
-                SamplingParams(temperature=temperature, seed=n, max_tokens=24, ignore_eos=True, **params),
+                SamplingParams(temperature=temperature, seed=n, max_tokens=18, ignore_eos=True, **params),
                 k,
             )
         ]
@@ -301,7 +303,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"logit_bias": ((7, 2.0),)},
     {"repetition_penalty": 1.2},
     {"presence_penalty": 0.5},
-    {"min_tokens": 24, "stop_token_ids": (7,)},
+    {"min_tokens": 18, "stop_token_ids": (7,)},
     {"bad_word_ids": ((7,),)},
     {"allowed_token_ids": tuple(range(2, 60))},
 )
@@ -339,10 +341,12 @@ def test_laws_are_made_step_by_step(
 
 @pytest.mark.parametrize("name", ["llama", "safeailab"])
 def test_models_without_compiled_products_draft_step_by_step(
-    name: str, pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen]
+    name: str, pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen], shared_weights: dict[Any, Any]
 ) -> None:
+    shared_weights.clear()
     with in_form("plain"):
         seen, _ = run(pair_of(name), watched, True)
+    shared_weights.clear()
     assert (seen.compiled, bool(seen.drafts)) == (0, True)
 
 

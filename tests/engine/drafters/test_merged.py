@@ -25,6 +25,8 @@ from tests.engine.law.configurations import Configuration
 from tests.engine.law.statistics import g_test
 from tests.engine.pairs import VOCAB, Pair
 
+pytestmark = pytest.mark.usefixtures("shared_weights", "unprofiled")
+
 LIMITS: dict[str, Any] = {"max_running": 4, "max_spec_length": 9, "max_step_tokens": 40}
 REJECTION = Configuration("plain", "merged", "rejection", 3, mixed=False)
 PROMPTS = ((5, 6, 7), (8, 9), tuple(range(20, 50)))

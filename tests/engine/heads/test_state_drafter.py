@@ -35,7 +35,7 @@ from tests.engine.pairs import VOCAB, Pair
 from tests.examples import in_proofs
 from tests.kv import without_prefixes
 
-pytestmark = pytest.mark.usefixtures("pruned_races")
+pytestmark = pytest.mark.usefixtures("pruned_races", "shared_weights", "unprofiled")
 
 SHAPES = ((2, 2), (3, 1), (2, 1, 2), (6,))
 FILTERS: tuple[dict[str, Any], ...] = (

@@ -169,16 +169,16 @@ def test_swaps_in_every_round_under_every_verifier(checkpoints: Checkpoints) -> 
 
 
 @pytest.mark.skipif(kv_kind() == "slotted", reason="a slotted cache preempts nobody")
-def test_a_swap_while_memory_is_short(checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize("new", ["head", *in_proofs(None)])
+def test_a_swap_while_memory_is_short(checkpoints: Checkpoints, new: str | None) -> None:
     """Sequences are preempted after it."""
     requests = [replace(r, params=replace(r.params, max_tokens=34)) for r in make_requests()]
     want = drive(start(checkpoints, "model"), [replace(r, k=0) for r in requests]).tokens
-    for new in ("head", None):
-        engine = start(checkpoints, "model", kv_tokens=72, block_size=4)
-        run = drive(engine, requests, after_step=swapping(engine, 6, checkpoints[new]))
-        assert run.tokens == want
-        preempted = [s.preempted for s in run.steps]
-        assert sum(preempted[6:]) > 0
+    engine = start(checkpoints, "model", kv_tokens=72, block_size=4)
+    run = drive(engine, requests, after_step=swapping(engine, 6, checkpoints[new]))
+    assert run.tokens == want
+    preempted = [s.preempted for s in run.steps]
+    assert sum(preempted[6:]) > 0
 
 
 def test_the_new_draft_s_tokenizer_reads_the_text(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.engine.driving import make_sequence
 from tests.engine.models.families import CASES, WINDOW, random_checkpoint, reference
 from tests.engine.models.reader import LENGTH, SLOTS, Reader, load_alone
 from tests.engine.pairs import VOCAB
+from tests.examples import usual_and_proofs
 from tests.kv import kv_layout
 
 Made = dict[str, tuple[str, Tensor]]
@@ -69,16 +70,16 @@ def test_prefill_whole_and_in_chunks(reader: Reader) -> None:
 SINGLY = ("llama", "mistral", "gemma2", "gpt_oss", "smollm3")
 
 
-@pytest.mark.parametrize(
-    "reader",
-    [name if name in SINGLY else pytest.param(name, marks=pytest.mark.proofs) for name in sorted(CASES)],
-    indirect=True,
-)
+of_each_way = pytest.mark.parametrize("reader", usual_and_proofs(sorted(CASES), SINGLY), indirect=True)
+
+
+@of_each_way
 def test_token_by_token(reader: Reader) -> None:
     for _ in range(LENGTH):
         reader.feed({0: 1})
 
 
+@of_each_way
 def test_verification_and_rollback(reader: Reader) -> None:
     """Five drafts, of which the last three are taken back: the rollback crosses windows and blocks."""
     reader.feed({1: 3})
@@ -117,7 +118,11 @@ def test_scores_of_a_few_queries_at_a_time(
     reader.feed({0: 30, 1: 7})
 
 
-ROUNDED = ("llama", "gemma2", "gemma3", "granite", "qwen3_moe", "gpt_oss")  # tried in `make test`
+ROUNDED = {  # tried in `make test`
+    torch.float32: ("llama", "gemma2", "gpt_oss"),
+    torch.bfloat16: ("llama", "gemma3", "granite", "qwen3_moe"),
+    torch.float16: (),
+}
 
 
 @pytest.mark.parametrize(
@@ -126,10 +131,10 @@ ROUNDED = ("llama", "gemma2", "gemma3", "granite", "qwen3_moe", "gpt_oss")  # tr
         pytest.param(
             name,
             dtype,
-            marks=() if dtype is not torch.float16 and name in ROUNDED else pytest.mark.proofs,
+            marks=() if name in ROUNDED[dtype] else pytest.mark.proofs,
         )
         for name in sorted(CASES)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for dtype in ROUNDED
     ],
     ids=str,
 )

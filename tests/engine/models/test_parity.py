@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence as Seq
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from engine.models.spans import Span
 from tests.engine.driving import make_sequence
 from tests.engine.models.reader import LENGTH, SLOTS, Reader, load_alone
 from tests.engine.pairs import LLAMA3, VOCAB, Shape, reference_model, save_checkpoint
+from tests.examples import usual_and_proofs
 from tests.kv import kv_layout
 
 SHAPES = {
@@ -32,34 +34,62 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="session", params=sorted(SHAPES))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_checkpoint(tmp_path_factory.mktemp("parity") / request.param, SHAPES[request.param], seed=7)
+WAYS = {  # number type, and whether attention reads blocks
+    "fp64": (torch.float64, False),
+    "fp64-blocks": (torch.float64, True),
+    "fp32": (torch.float32, False),
+    "fp32-blocks": (torch.float32, True),
+}
+# `make test` tries llama in all ways, each other shape in one.
+OTHERS = (
+    "llama-tied-fp64",
+    "llama-scaled-fp64-blocks",
+    "llama-linear-fp32-blocks",
+    "qwen2-fp32",
+    "qwen2-tied-fp64-blocks",
+)
+USUAL = {*(f"llama-{way}" for way in WAYS), *OTHERS}
 
 
-@pytest.fixture(scope="session")
+class Made(dict[str, tuple[str, Tensor]]):
+    """Of each shape: (checkpoint, transformers' logits [slots, length, vocab] in fp64), made when first asked for."""
+
+    def __init__(self, texts: list[list[int]], directory: Path) -> None:
+        self.texts, self.directory = texts, directory
+
+    def __missing__(self, name: str) -> tuple[str, Tensor]:
+        checkpoint = save_checkpoint(self.directory / name, SHAPES[name], seed=7)
+        with torch.inference_mode():
+            logits: Tensor = reference_model(checkpoint)(torch.tensor(self.texts)).logits
+            untouched = reference_model(checkpoint, exact=False)(torch.tensor(self.texts)).logits
+        assert (logits - untouched).abs().max() < 1e-4  # lifting the norms to fp64 changes rounding only
+        assert logits.std() > 1  # a flat law would agree with anything
+        self[name] = checkpoint, logits
+        return self[name]
+
+
+@pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     return torch.randint(0, VOCAB, (SLOTS, LENGTH), generator=generator).tolist()
 
 
-@pytest.fixture(scope="session")
-def expected(checkpoint: str, texts: list[list[int]]) -> Tensor:
-    """transformers' logits [slots, length, vocab] in fp64."""
-    with torch.inference_mode():
-        logits: Tensor = reference_model(checkpoint)(torch.tensor(texts)).logits
-        untouched = reference_model(checkpoint, exact=False)(torch.tensor(texts)).logits
-    assert (logits - untouched).abs().max() < 1e-4  # lifting the norms to fp64 changes rounding only
-    assert logits.std() > 1  # a flat law would agree with anything
-    return logits
+@pytest.fixture(scope="module")
+def made(texts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(texts, tmp_path_factory.mktemp("parity"))
 
 
 @pytest.fixture(
-    params=[(torch.float64, False), (torch.float64, True), (torch.float32, False), (torch.float32, True)],
-    ids=["fp64", "fp64-blocks", "fp32", "fp32-blocks"],
+    params=[
+        pytest.param((shape, *WAYS[way]), id=name, marks=[pytest.mark.proofs] * (name not in USUAL))
+        for shape in sorted(SHAPES)
+        for way in WAYS
+        for name in [f"{shape}-{way}"]
+    ]
 )
-def reader(checkpoint: str, texts: list[list[int]], expected: Tensor, request: pytest.FixtureRequest) -> Reader:
-    dtype, blocks = request.param
+def reader(made: Made, texts: list[list[int]], request: pytest.FixtureRequest) -> Reader:
+    shape, dtype, blocks = request.param
+    checkpoint, expected = made[shape]
     return Reader(load_alone(checkpoint, dtype), texts, expected, blocks=blocks)
 
 
@@ -186,10 +216,12 @@ def test_negative_control_mask(reader: Reader, monkeypatch: pytest.MonkeyPatch, 
         reader.feed(counts)
 
 
+@pytest.mark.parametrize("shape", usual_and_proofs(sorted(SHAPES), ("llama", "qwen2-tied")))
 @pytest.mark.parametrize(
     ("dtype", "least"), [(torch.bfloat16, 0.995), pytest.param(torch.float16, 0.9999, marks=pytest.mark.proofs)]
 )
-def test_16_bits(checkpoint: str, texts: list[list[int]], expected: Tensor, dtype: torch.dtype, least: float) -> None:
+def test_16_bits(made: Made, texts: list[list[int]], shape: str, dtype: torch.dtype, least: float) -> None:
+    checkpoint, expected = made[shape]
     runner = Runner(load_alone(checkpoint, dtype), kv_layout(2, LENGTH), torch.device("cpu"))
     with torch.inference_mode():
         logits = runner.run([Feed(make_sequence(s, texts[s]), LENGTH, outputs=LENGTH) for s in (0, 1)])

@@ -111,8 +111,8 @@ def test_rounded_logits_are_near_those_of_the_weights_as_they_are(
 @pytest.mark.parametrize("form", FORMS)
 def test_the_text_of_a_rounded_pair_is_the_same_for_any_k(pair: Pair, form: WeightForm, temperature: float) -> None:
     """The rest is fp64 here. In fp32 attention depends, in its last bits, on the other rows of the call, and now and
-    then such a bit decides to which integer a number is rounded."""
-    forms = {"target_weights": form, "draft_weights": form}
+    then such a bit decides to which integer a number is rounded. Layers for such a mixture would be compiled."""
+    forms = {"target_weights": form, "draft_weights": form, "products": "plain"}
     engine = load(pair, **forms, max_running=4, max_spec_length=4, max_step_tokens=40)
     texts, drafted = [], []
     for k in (0, 4):

@@ -30,8 +30,15 @@ from tests.engine.driving import drive, load, model_drafter
 from tests.engine.pairs import VOCAB, Pair
 from tests.examples import in_proofs
 
+pytestmark = pytest.mark.usefixtures("shared_weights")
+
 DEPTH = 4
 AGES = 60.0  # seconds, more than any of these profiles takes
+
+
+@pytest.fixture(scope="module")
+def pair(thin: Pair) -> Pair:
+    return thin
 
 
 @pytest.fixture(autouse=True)
