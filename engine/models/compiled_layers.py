@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.models.attention import Attention
 from engine.models.compiled import compiled_module, counted_memory, parts_of, together, type_of_sums
-from engine.models.compiled_products import LEAST_CHANNELS, Panels, coded_weight, wide_bias_of
+from engine.models.compiled_products import LEAST_CHANNELS, KernelProduct, Panels, coded_kernel_product, kernel_product
 from engine.models.cpu_attention import scoring_numbers
 from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.int8_products import Int8Weight
@@ -29,13 +29,13 @@ class KernelLayer(NamedTuple):
 
     joining: tuple[Any, float]  # the norm of what the layer before added
     before: tuple[Any, float]
-    qkv: tuple[Any, Any]
+    qkv: KernelProduct
     qk_norm: tuple[Any, float]
-    out: tuple[Any, Any]
+    out: KernelProduct
     after: tuple[Any, float]
     inner: tuple[Any, float]
-    gate_up: tuple[tuple[Any, Any], bool]  # and whether the activation is gelu
-    down: tuple[Any, Any]
+    gate_up: tuple[KernelProduct, bool]  # and whether the activation is gelu
+    down: KernelProduct
     factor: float
     scoring: tuple[float, float, Any]  # scale, cap, sinks
 
@@ -61,6 +61,7 @@ class CompiledLayers:
         self._turns = [torch.view_as_real(table).flatten(1).numpy() for table in rotations]
         self.number = torch.empty(0, dtype=self.wide).numpy().dtype
         self.nothing = np.empty((0, 0), self.number)
+        self._codes: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor], dtype: torch.dtype) -> Self | None:
@@ -105,7 +106,8 @@ class CompiledLayers:
         for run in self._runs:
             first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
             memory = reader.blocks(first), (run.turns, positions, rows), reader.seen(group, run.window)
-            calls.append((arrays, run.given, addresses, given, memory, (layers, table.numpy())))
+            codes = self.codes(arrays, run, given, memory, room)
+            calls.append((codes, arrays, run.given, addresses, given, memory, (layers, table.numpy())))
         self._compute(calls, room, work)
         del counted
         self._kernel.join(arrays[0], arrays[1], self.last_norm, self.factor, arrays[0])
@@ -113,6 +115,12 @@ class CompiledLayers:
             x.copy_(states)
         if watched is not None and len(layers):
             watched.take(table.to(x.dtype))
+
+    def codes(self, states: Any, run: LayerRun, inputs: Any, memory: Any, room: Any) -> tuple[int, int]:
+        """What add_layers calls."""
+        if self._codes is None:
+            self._codes = self._kernel.codes_of_layers(states, run.given, inputs, memory, room)
+        return self._codes
 
     def work(self, rows: int, seen_bytes: int) -> int:
         """Bytes that a layer reads, as in_parts counts them: its weights for each tile of rows, or its keys and values.
@@ -125,7 +133,7 @@ class CompiledLayers:
             for call in calls:
                 met = self._kernel.STAGES * layers
                 self._kernel.add_layers(*call, room, (numbers, met, layers), part, parts)
-                layers += len(call[2][0])
+                layers += len(call[3][0])
 
         self.in_meetings(compute, work)
 
@@ -248,12 +256,12 @@ class CompiledLayers:
         parts = [norm.weight.expand(heads.stop - (heads.start or 0), -1) for heads, norm in layer.qk_norms]
         return torch.cat(parts).to(self.wide).contiguous().numpy(), float(layer.qk_norms[0][1].floor)
 
-    def product_of(self, product: Linear) -> tuple[Any, Any]:
+    def product_of(self, product: Linear) -> KernelProduct:
         kept = next(product.forms[form] for form in COMPILED if form in product.forms)
         if isinstance(kept, Int8Weight):
-            return coded_weight(kept.packed, kept.steps, product.bias)
+            return coded_kernel_product(kept.packed, kept.steps, product.bias, self.wide)
         assert isinstance(kept, Panels)
-        return kept.stored, wide_bias_of(product.bias, product.shape[0], self.wide)
+        return kernel_product(kept, product.bias, self.wide)
 
 
 def _kind(known: Any) -> Any:

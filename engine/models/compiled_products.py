@@ -114,6 +114,33 @@ def coded_weight(panels: Panels, steps: Tensor, bias: Tensor | None) -> CodedWei
     return (panels.numbers.numpy(), wide_steps, offsets.numpy()), wide_bias
 
 
+KernelProduct = tuple[int, tuple[Any, Any, Any, Any]]  # (code, (panels as bytes, steps, offsets, bias)): see `product`
+
+
+def kernel_product(weight: Panels, bias: Tensor | None, sums: torch.dtype) -> KernelProduct:
+    """y = x Wᵀ + b for compiled layers, whose code is the same for weights of all kinds."""
+    module, none = compiled_module("cpu_products"), np.empty(0, np.float32)
+    assert module is not None, "panels_of() asked"
+    numbers, wide_bias = as_stored(weight.numbers), wide_bias_of(bias, weight.shape[0], sums)
+    given = numbers.view(np.uint8), none, none.view(np.int32), wide_bias
+    return _code_of(module.numbers_product(numbers.dtype.type, weight.exact), given, sums), given
+
+
+def coded_kernel_product(panels: Panels, steps: Tensor, bias: Tensor | None, sums: torch.dtype) -> KernelProduct:
+    """As kernel_product, for W = the panels of codes · steps fp32 [out]."""
+    module = compiled_module("cpu_products")
+    assert module is not None, "panels_of() asked"
+    (numbers, *others), wide_bias = coded_weight(panels, steps, bias)
+    given = numbers.view(np.uint8), *others, wide_bias
+    return _code_of(module.codes_product, given, sums), given
+
+
+def _code_of(function: Any, weight: tuple[Any, ...], sums: torch.dtype) -> int:
+    module, states = compiled_module("cpu_products"), torch.empty(0, 0, dtype=sums).numpy()
+    assert module is not None, "panels_of() asked"
+    return int(module.code_of(function, states, weight, 0, 0, states))
+
+
 def compiled_int8_product(panels: Panels, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """y = x Wᵀ + b for W = the panels of codes · steps fp32 [out], and x of any floating dtype, which is rounded to
     integers by rows. Sums are exact."""

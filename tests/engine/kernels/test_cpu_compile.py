@@ -1,9 +1,15 @@
-"""Compiled code is made once for all processes that start together."""
+"""Compiled code is made once for all processes that start together, and each function gets its own."""
 
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.kernels.cpu_products import numbers_product
 
 ROOT = Path(__file__).resolve().parents[3]
 # Slow to compile: the processes meet before, so that each would do it if none waited.
@@ -46,3 +52,43 @@ def test_of_two_processes_one_compiles_and_the_other_reads_its_code(tmp_path: Pa
         process.stdin.flush()
     compiled = [int(process.communicate(timeout=120)[0]) for process in processes]
     assert sum(compiled) == 2  # functions, by both
+
+
+STORED = (np.float32, np.float64, np.uint16)
+
+
+def test_functions_for_numbers_of_different_types_have_different_names() -> None:
+    """Numba would take one's code for another's."""
+    functions = [numbers_product(*kind) for kind in product(STORED, (False, True))]
+    assert len({function.py_func.__qualname__ for function in functions}) == len(functions)
+
+
+PRODUCT = """
+import sys, numpy
+from engine.kernels.cpu_products import PANEL, code_of, numbers_product, product
+from engine.kernels.cpu_compile import compiled_exactly
+
+@compiled_exactly
+def multiply(x, given, out):
+    product(x, given, 0, out.shape[1], out)
+
+x, none = numpy.ones((1, 4), numpy.float32), numpy.empty(0, numpy.float32)
+bias, out = numpy.zeros(PANEL, numpy.float32), numpy.empty((1, PANEL), numpy.float32)
+for name in sys.argv[1:]:
+    panels = numpy.full((1, 4 * PANEL), {"float32": 2, "uint16": 0x4000}[name], name)  # bf16 lies in uint16
+    weight = panels.view(numpy.uint8), none, none.view(numpy.int32), bias
+    code = code_of(numbers_product(panels.dtype.type, False), x, weight, 0, 0, x)
+    multiply(x, (code, weight), out)
+    print(out[0, 0])
+"""
+
+
+@pytest.mark.proofs
+def test_code_that_other_processes_kept_is_not_taken_for_another_function_s(tmp_path: Path) -> None:
+    """Each process compiles the code for one type of numbers. The last one reads all of it."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    (tmp_path / "program.py").write_text(PRODUCT, "utf-8")
+    for names in (["float32"], ["uint16"], ["uint16", "float32", "uint16"]):
+        command = [sys.executable, str(tmp_path / "program.py"), *names]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        assert done.stdout.split() == ["8.0"] * len(names)
