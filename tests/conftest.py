@@ -29,6 +29,7 @@ from tests.workers import pytest_ignore_collect as pytest_ignore_collect
 from tests.workers import pytest_xdist_auto_num_workers as pytest_xdist_auto_num_workers
 from tests.workers import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
+gc.disable()  # until all tests are imported: what is imported stays
 torch.set_num_threads(1)
 register_profiles()
 
@@ -53,6 +54,7 @@ def pytest_collection_finish() -> None:
     """Let full collections pass over what was imported, which stays for good. Replicas do the same."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _order(items: list[pytest.Item]) -> None:

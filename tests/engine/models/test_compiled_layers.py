@@ -277,7 +277,8 @@ def test_two_threads_share_channels_of_few_rows_and_many_rows(
 def test_the_halves_of_a_gate_may_begin_within_a_panel(width: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part computes whole panels, so some channels of the other half too. Python runs the gate around the compiled
     product, because a gate by itself would be compiled for this test alone."""
-    monkeypatch.setattr(cpu_layers, "product", lambda x, given, *to: cpu_products.multiply_some(x, *given, *to))
+    multiply = cpu_products.numbers_product(np.float32, False)
+    monkeypatch.setattr(cpu_layers, "product", lambda x, given, *to: multiply(x, given[1], *to))
     generator = torch.Generator().manual_seed(width)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 24), (2 * width, 24), (2 * width,)))
     no_norm, numbers = (np.empty(0, np.float32), 0.0), np.empty((5, width), np.float32)
