@@ -4,10 +4,11 @@ One call goes through many layers of the same shapes. To hand an array to compil
 multiply a row of 1,000 numbers, and a layer has some twenty. So the first layer is handed over as it is, and the others
 as addresses.
 
-LLVM optimises a function again in all code that calls it by name. What is called at an address is compiled once, and
-who calls it may be the same code for functions that do different things, as long as they take the same types.
+LLVM optimises a function again in all code that calls it by name. A callee, called at its address, is compiled once.
+And one caller may call functions that do different things, as long as they take the same types.
 """
 
+import hashlib
 from itertools import count
 from typing import Any
 
@@ -24,20 +25,33 @@ def addresses_of(given: Any) -> list[int]:
     return [given.ctypes.data] if hasattr(given, "ctypes") else []
 
 
-def code_of(function: Any, *given: Any) -> int:
-    """The address of a compiled function's code for arguments of these types, as `call` takes it. It is compiled or
-    read first. The code stays there as long as the function."""
+Callee = tuple[int, int]  # the address of compiled code, and a number that stands for the types of its arguments
+
+
+def callee_of(function: Any, *given: Any) -> Callee:
+    """A compiled function's code for arguments of these types, as `call` takes it. It is compiled or read first.
+
+    LLVM finds code by its name among all that the process has loaded, whoever compiled it. So two functions with one
+    `__qualname__` would be taken for each other.
+    """
     kinds = tuple(map(typeof, given))
-    function.compile(kinds)
+    if kinds not in function.overloads:
+        function.compile(kinds)
     made = function.overloads[kinds]
-    return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
+    return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name)), _number_of(kinds)
 
 
-def emit_call(context: Any, builder: Any, address: Any, kinds: tuple[Any, ...], given: list[Any]) -> None:
-    """Emit a call of the code at the address, which returns nothing. Nobody checks that it takes arguments of exactly
-    these types."""
-    assert not any(isinstance(kind, types.Literal) for kind in kinds), f"{kinds}: a literal is a type of its own"
-    convention = context.call_conv
+def _number_of(kinds: tuple[Any, ...]) -> int:
+    """The same in all processes, since compiled code is kept."""
+    return int.from_bytes(hashlib.sha256(str(kinds).encode()).digest()[:7], "big")
+
+
+def emit_call(context: Any, builder: Any, callee: Any, kinds: tuple[Any, ...], given: list[Any]) -> None:
+    """Emit a call of a callee that returns nothing. It raises a TypeError if the callee takes arguments of other types:
+    a literal, too, is a type of its own."""
+    convention, (address, number) = context.call_conv, cgutils.unpack_tuple(builder, callee)
+    with cgutils.if_unlikely(builder, builder.icmp_signed("!=", number, index(_number_of(kinds)))):
+        convention.return_user_exc(builder, TypeError, (f"the callee takes arguments of other types than {kinds}",))
     function = builder.inttoptr(address, convention.get_function_type(types.none, kinds).as_pointer())
     status, _ = convention.call_function(builder, function, types.none, kinds, given)
     with cgutils.if_unlikely(builder, status.is_error):
@@ -45,14 +59,14 @@ def emit_call(context: Any, builder: Any, address: Any, kinds: tuple[Any, ...], 
 
 
 @emitted
-def call(_context: Any, address: Any, given: Any) -> Any:
-    """(address, arguments): call the code at the address, which returns nothing."""
+def call(_context: Any, callee: Any, given: Any) -> Any:
+    """(callee, arguments): call it. It returns nothing."""
 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         emit_call(context, builder, arguments[0], tuple(given), cgutils.unpack_tuple(builder, arguments[1]))
         return context.get_dummy_value()
 
-    return types.void(types.intp, given), code
+    return types.void(callee, given), code
 
 
 @emitted

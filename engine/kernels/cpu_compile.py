@@ -5,17 +5,20 @@ a function, and the others wait for its code. Otherwise each would compile all o
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from numba import njit
 from numba.core import config
 from numba.core.compiler_lock import global_compiler_lock
 
-LONGEST_S = 300.0  # of waiting for another process; it may hang
+log = logging.getLogger(__name__)
+TOLD_S = 5.0  # of waiting for another process, until the log tells of it
+LONGEST_S = 300.0  # of waiting after that; the other may hang
 Function = Callable[..., Any]
 # With these flags sums may be taken in another order, so that they are taken in vectors. Infinities and NaN keep their
 # meaning.
@@ -77,5 +80,14 @@ def _by_one_process(what: str) -> Iterator[None]:
         with suppress(OSError):  # where nothing can be written, Numba looks for another folder by itself
             FOLDER.mkdir(parents=True, exist_ok=True)
             file = FOLDER / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.lock"
-            held.enter_context(FileLock(file, timeout=LONGEST_S))  # a TimeoutError is an OSError
+            held.enter_context(_lock(file, what))  # a Timeout is an OSError
         yield
+
+
+def _lock(file: Path, what: str) -> AbstractContextManager[object]:
+    lock = FileLock(file)
+    try:
+        return lock.acquire(timeout=TOLD_S)
+    except Timeout:
+        log.info("another process compiles %s; this one waits for its code", what.partition(" ")[0])
+    return lock.acquire(timeout=LONGEST_S)

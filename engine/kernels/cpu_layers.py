@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.kernels.cpu_addresses import Callee, call, callee_of, moved
 from engine.kernels.cpu_addresses import addresses_of as addresses_of  # for those that call add_layers
-from engine.kernels.cpu_addresses import call, code_of, moved
 from engine.kernels.cpu_attention import attend
 from engine.kernels.cpu_compile import compiled_exactly, inlined
 from engine.kernels.cpu_exponentials import exponentials
@@ -201,7 +201,7 @@ def in_blocks(
 
 @compiled_exactly
 def add_layers(
-    codes: Any,
+    callees: Any,
     states: Any,
     given: Any,
     addresses: Any,
@@ -215,7 +215,7 @@ def add_layers(
 ) -> None:
     """A run of layers. x is then the sum that entered the last one's second norm.
 
-    codes: the addresses of in_blocks and attend, as `codes_of_layers` has them. given: the first layer; addresses: (of
+    callees: in_blocks and attend, as `callees_of_layers` has them. given: the first layer; addresses: (of
     the arrays of each layer, of its pool), as `moved` has them. inputs: of the pass's first layer. memory: (pool,
     places, seen); seen: (tables, first_rows, rows), as `attend` has them. watched: as in `keep`. meeting: (where the
     parts meet, how often they have met before, the run's first layer among the pass's).
@@ -232,25 +232,30 @@ def add_layers(
         layer, blocks = moved(given, addresses[0], n), moved(pool, addresses[1], n)
         scale, cap, sinks = layer[10]
         is_first = first + n == 0
-        call(codes[0], (np.int64(PROJECT), own, layer, given_inputs, is_first, space, share, shares))
+        call(callees[0], (np.int64(PROJECT), own, layer, given_inputs, is_first, space, share, shares))
         meet(numbers, met + 1, parts)
         if share == 0:
             place(layer, blocks, places, space)
             keep(own[2], first + n, kept)
         meet(numbers, met + 2, parts)
-        call(codes[1], (room[1], blocks, tables, first_rows, rows, scale, cap, sinks, room[2], part, parts))
+        call(callees[1], (room[1], blocks, tables, first_rows, rows, scale, cap, sinks, room[2], part, parts))
         meet(numbers, met + 3, parts)
-        call(codes[0], (np.int64(WRITE), own, layer, given_inputs, is_first, space, share, shares))
+        call(callees[0], (np.int64(WRITE), own, layer, given_inputs, is_first, space, share, shares))
         meet(numbers, met + 4, parts)
-        call(codes[0], (np.int64(GATE), own, layer, given_inputs, is_first, space, share, shares))
+        call(callees[0], (np.int64(GATE), own, layer, given_inputs, is_first, space, share, shares))
         meet(numbers, met + 5, parts)
-        call(codes[0], (np.int64(SHRINK), own, layer, given_inputs, is_first, space, share, shares))
+        call(callees[0], (np.int64(SHRINK), own, layer, given_inputs, is_first, space, share, shares))
         met += STAGES
         meet(numbers, met, parts)
 
 
-def codes_of_layers(states: Any, given: Any, inputs: Any, memory: Any, room: Any) -> tuple[int, int]:
+def callees_of_layers(states: Any, given: Any, inputs: Any, memory: Any, room: Any) -> tuple[Callee, Callee]:
     """What add_layers calls for arguments of these types."""
     (pool, _, seen), (scale, cap, sinks) = memory, given[10]
-    stages = code_of(in_blocks, 0, states, given, inputs, True, room, 0, 1)
-    return stages, code_of(attend, room[1], pool, *seen, scale, cap, sinks, room[2], 0, 1)
+    stages = callee_of(in_blocks, 0, states, given, inputs, True, room, 0, 1)
+    return stages, callee_of(attend, room[1], pool, *seen, scale, cap, sinks, room[2], 0, 1)
+
+
+def callee_of_layers(callees: Any, *given: Any) -> Callee:
+    """add_layers as a callee, for arguments of these types: all but the last three."""
+    return callee_of(add_layers, callees, *given, (np.zeros((1, 2), np.int64), 0, 0), 0, 1)

@@ -8,7 +8,6 @@ The last panel holds the last PANEL channels, so it may have some in common with
 the same products.
 """
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numba import typeof, types
 from numba.core import cgutils
 from numba.extending import overload
 
-from engine.kernels.cpu_addresses import code_of as code_of  # for those that make a `product`
+from engine.kernels.cpu_addresses import callee_of as callee_of  # for those that make a `product`
 from engine.kernels.cpu_addresses import emit_call
 from engine.kernels.cpu_code import HAS_PAIRS, emitted
 from engine.kernels.cpu_compile import compiled_exactly, inlined
@@ -133,14 +132,14 @@ def sum_codes(panels: Any, sums: Any) -> None:
 def product(_context: Any, x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
     """(x [N, inner], given, first, last, out [N, channels]): the channels first … last − 1 of x · Wᵀ + b → out.
 
-    given: (the address of a function below, as `code_of` has it; its weight).
+    given: (one of the functions below, as a callee; its weight).
     """
 
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         states, both, begin, end, written = arguments
-        address, weight = cgutils.unpack_tuple(builder, both)
+        callee, weight = cgutils.unpack_tuple(builder, both)
         kinds = x, given[1], types.intp, types.intp, out
-        emit_call(context, builder, address, kinds, [states, weight, begin, end, written])
+        emit_call(context, builder, callee, kinds, [states, weight, begin, end, written])
         return context.get_dummy_value()
 
     return types.void(x, given, types.intp, types.intp, out), code
@@ -168,10 +167,8 @@ def codes_product(x: Any, weight: Any, first: int, last: int, out: Any) -> None:
     multiply_some((rounded, row_steps), (panels.view(np.int8), steps, offsets), bias, first, last, out)
 
 
-@cache
-def numbers_product(stored: Any, exact: bool) -> Any:
-    """The function for panels of numbers of a type, which are multiplied as they are if `exact` (see multiply_some).
-    It takes them as bytes, and nothing for steps and offsets."""
+def _numbers_product(stored: Any, exact: bool) -> Any:
+    """It takes the panels as bytes, and nothing for steps and offsets."""
     if exact:
 
         def multiply_numbers(x: Any, weight: Any, first: int, last: int, out: Any) -> None:
@@ -181,6 +178,11 @@ def numbers_product(stored: Any, exact: bool) -> Any:
         def multiply_numbers(x: Any, weight: Any, first: int, last: int, out: Any) -> None:
             multiply_some(x, weight[0].view(stored), weight[3], first, last, out)
 
-    # Numba keeps code by this name. What another process kept by the same name would be taken for this function's code.
+    # What another process kept by the same name would be taken for this function's code: see callee_of.
     multiply_numbers.__qualname__ = f"multiply_{np.dtype(stored).name}{'_exactly' if exact else ''}"
     return compiled_exactly(multiply_numbers)
+
+
+STORED = (np.float32, np.float64, np.uint16, np.int16)
+# By the type of the stored numbers, and whether they are multiplied as they are (see multiply_some).
+NUMBERS_PRODUCTS = {(stored, exact): _numbers_product(stored, exact) for stored in STORED for exact in (False, True)}

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from engine.models.attention import Attention
 from engine.models.compiled import compiled_module, counted_memory, parts_of, together, type_of_sums
-from engine.models.compiled_products import LEAST_CHANNELS, KernelProduct, Panels, coded_kernel_product, kernel_product
+from engine.models.compiled_products import (
+    LEAST_CHANNELS,
+    Callee,
+    KernelProduct,
+    Panels,
+    coded_kernel_product,
+    kernel_product,
+)
 from engine.models.cpu_attention import scoring_numbers
 from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.int8_products import Int8Weight
@@ -61,7 +68,7 @@ class CompiledLayers:
         self._turns = [torch.view_as_real(table).flatten(1).numpy() for table in rotations]
         self.number = torch.empty(0, dtype=self.wide).numpy().dtype
         self.nothing = np.empty((0, 0), self.number)
-        self._codes: tuple[int, int] | None = None
+        self._callees: dict[range, tuple[Callee, Callee]] = {}
 
     @classmethod
     def of(cls, layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor], dtype: torch.dtype) -> Self | None:
@@ -106,8 +113,8 @@ class CompiledLayers:
         for run in self._runs:
             first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
             memory = reader.blocks(first), (run.turns, positions, rows), reader.seen(group, run.window)
-            codes = self.codes(arrays, run, given, memory, room)
-            calls.append((codes, arrays, run.given, addresses, given, memory, (layers, table.numpy())))
+            callees = self.callees(arrays, run, given, memory, room)
+            calls.append((callees, arrays, run.given, addresses, given, memory, (layers, table.numpy())))
         self._compute(calls, room, work)
         del counted
         self._kernel.join(arrays[0], arrays[1], self.last_norm, self.factor, arrays[0])
@@ -116,11 +123,11 @@ class CompiledLayers:
         if watched is not None and len(layers):
             watched.take(table.to(x.dtype))
 
-    def codes(self, states: Any, run: LayerRun, inputs: Any, memory: Any, room: Any) -> tuple[int, int]:
-        """What add_layers calls."""
-        if self._codes is None:
-            self._codes = self._kernel.codes_of_layers(states, run.given, inputs, memory, room)
-        return self._codes
+    def callees(self, states: Any, run: LayerRun, inputs: Any, memory: Any, room: Any) -> tuple[Callee, Callee]:
+        """What add_layers calls for a run. Later calls must have arguments of the same types, or they raise."""
+        if run.layers not in self._callees:
+            self._callees[run.layers] = self._kernel.callees_of_layers(states, run.given, inputs, memory, room)
+        return self._callees[run.layers]
 
     def work(self, rows: int, seen_bytes: int) -> int:
         """Bytes that a layer reads, as in_parts counts them: its weights for each tile of rows, or its keys and values.

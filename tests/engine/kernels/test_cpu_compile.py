@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.kernels.cpu_products import numbers_product
+from engine.kernels import cpu_compile
+from engine.kernels.cpu_addresses import call, callee_of
+from engine.kernels.cpu_compile import compiled_exactly
+from engine.kernels.cpu_products import NUMBERS_PRODUCTS
 
 ROOT = Path(__file__).resolve().parents[3]
 # Slow to compile: the processes meet before, so that each would do it if none waited.
@@ -54,18 +57,52 @@ def test_of_two_processes_one_compiles_and_the_other_reads_its_code(tmp_path: Pa
     assert sum(compiled) == 2  # functions, by both
 
 
-STORED = (np.float32, np.float64, np.uint16)
+def test_a_process_that_waits_for_another_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And compiles by itself in the end: the other may hang."""
+    monkeypatch.setattr(cpu_compile, "FOLDER", tmp_path)
+    monkeypatch.setattr(cpu_compile, "LONGEST_S", 0.1)
+    monkeypatch.setattr(cpu_compile, "TOLD_S", 0.1)
+    caplog.set_level("INFO", cpu_compile.log.name)
+    with cpu_compile._by_one_process("module.function (int64,)"), cpu_compile._by_one_process("module.other ()"):
+        assert not caplog.messages
+        with cpu_compile._by_one_process("module.function (int64,)"):
+            pass
+    assert caplog.messages == ["another process compiles module.function; this one waits for its code"]
 
 
 def test_functions_for_numbers_of_different_types_have_different_names() -> None:
-    """Numba would take one's code for another's."""
-    functions = [numbers_product(*kind) for kind in product(STORED, (False, True))]
-    assert len({function.py_func.__qualname__ for function in functions}) == len(functions)
+    """LLVM would take one's code for another's."""
+    functions = NUMBERS_PRODUCTS.values()
+    assert len({function.py_func.__qualname__ for function in functions}) == len(functions) == 8
+
+
+@compiled_exactly
+def add(x: Any, to: Any) -> None:
+    for i in range(len(x)):
+        to[i] += x[i]
+
+
+@compiled_exactly
+def call_twice(callee: Any, given: Any) -> None:
+    call(callee, given)
+    call(callee, given)
+
+
+def test_a_callee_refuses_arguments_of_other_types() -> None:
+    x, wide = np.ones(3, np.float32), np.ones(3)
+    callee = callee_of(add, x, x)
+    call_twice(callee, (x, sums := np.zeros(3, np.float32)))
+    assert sums.tolist() == [2, 2, 2]
+    with pytest.raises(TypeError, match="arguments of other types than"):
+        call_twice(callee, (wide, wide))
+    assert callee == callee_of(add, sums, sums) != callee_of(add, wide, wide)
 
 
 PRODUCT = """
 import sys, numpy
-from engine.kernels.cpu_products import PANEL, code_of, numbers_product, product
+from engine.kernels.cpu_products import NUMBERS_PRODUCTS, PANEL, callee_of, product
 from engine.kernels.cpu_compile import compiled_exactly
 
 @compiled_exactly
@@ -77,8 +114,8 @@ bias, out = numpy.zeros(PANEL, numpy.float32), numpy.empty((1, PANEL), numpy.flo
 for name in sys.argv[1:]:
     panels = numpy.full((1, 4 * PANEL), {"float32": 2, "uint16": 0x4000}[name], name)  # bf16 lies in uint16
     weight = panels.view(numpy.uint8), none, none.view(numpy.int32), bias
-    code = code_of(numbers_product(panels.dtype.type, False), x, weight, 0, 0, x)
-    multiply(x, (code, weight), out)
+    callee = callee_of(NUMBERS_PRODUCTS[panels.dtype.type, False], x, weight, 0, 0, x)
+    multiply(x, (callee, weight), out)
     print(out[0, 0])
 """
 

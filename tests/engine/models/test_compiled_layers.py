@@ -277,7 +277,7 @@ def test_two_threads_share_channels_of_few_rows_and_many_rows(
 def test_the_halves_of_a_gate_may_begin_within_a_panel(width: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part computes whole panels, so some channels of the other half too. Python runs the gate around the compiled
     product, because a gate by itself would be compiled for this test alone."""
-    multiply = cpu_products.numbers_product(np.float32, False)
+    multiply = cpu_products.NUMBERS_PRODUCTS[np.float32, False]
     monkeypatch.setattr(cpu_layers, "product", lambda x, given, *to: multiply(x, given[1], *to))
     generator = torch.Generator().manual_seed(width)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 24), (2 * width, 24), (2 * width,)))
