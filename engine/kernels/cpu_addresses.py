@@ -1,18 +1,13 @@
-"""Arrays and functions that lie elsewhere, for code that Numba compiles.
+"""Arrays that lie elsewhere, for code that Numba compiles: one call goes through many layers of the same shapes.
 
-One call goes through many layers of the same shapes. To hand an array to compiled code takes about as long as to
-multiply a row of 1,000 numbers, and a layer has some twenty. So the first layer is handed over as it is, and the others
-as addresses.
-
-LLVM optimises a function again in all code that calls it by name. A callee, called at its address, is compiled once.
-And one caller may call functions that do different things, as long as they take the same types.
+To hand an array to compiled code takes about as long as to multiply a row of 1,000 numbers. A layer has some twenty.
+So the first layer is handed over as it is, and the others as addresses.
 """
 
-import hashlib
 from itertools import count
 from typing import Any
 
-from numba import typeof, types
+from numba import types
 from numba.core import cgutils
 
 from engine.kernels.cpu_code import emitted, index, row_of
@@ -23,50 +18,6 @@ def addresses_of(given: Any) -> list[int]:
     if isinstance(given, tuple):
         return [address for part in given for address in addresses_of(part)]
     return [given.ctypes.data] if hasattr(given, "ctypes") else []
-
-
-Callee = tuple[int, int]  # the address of compiled code, and a number that stands for the types of its arguments
-
-
-def callee_of(function: Any, *given: Any) -> Callee:
-    """A compiled function's code for arguments of these types, as `call` takes it. It is compiled or read first.
-
-    LLVM finds code by its name among all that the process has loaded, whoever compiled it. So two functions with one
-    `__qualname__` would be taken for each other.
-    """
-    kinds = tuple(map(typeof, given))
-    if kinds not in function.overloads:
-        function.compile(kinds)
-    made = function.overloads[kinds]
-    return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name)), _number_of(kinds)
-
-
-def _number_of(kinds: tuple[Any, ...]) -> int:
-    """The same in all processes, since compiled code is kept."""
-    return int.from_bytes(hashlib.sha256(str(kinds).encode()).digest()[:7], "big")
-
-
-def emit_call(context: Any, builder: Any, callee: Any, kinds: tuple[Any, ...], given: list[Any]) -> None:
-    """Emit a call of a callee that returns nothing. It raises a TypeError if the callee takes arguments of other types:
-    a literal, too, is a type of its own."""
-    convention, (address, number) = context.call_conv, cgutils.unpack_tuple(builder, callee)
-    with cgutils.if_unlikely(builder, builder.icmp_signed("!=", number, index(_number_of(kinds)))):
-        convention.return_user_exc(builder, TypeError, (f"the callee takes arguments of other types than {kinds}",))
-    function = builder.inttoptr(address, convention.get_function_type(types.none, kinds).as_pointer())
-    status, _ = convention.call_function(builder, function, types.none, kinds, given)
-    with cgutils.if_unlikely(builder, status.is_error):
-        convention.return_status_propagate(builder, status)
-
-
-@emitted
-def call(_context: Any, callee: Any, given: Any) -> Any:
-    """(callee, arguments): call it. It returns nothing."""
-
-    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        emit_call(context, builder, arguments[0], tuple(given), cgutils.unpack_tuple(builder, arguments[1]))
-        return context.get_dummy_value()
-
-    return types.void(callee, given), code
 
 
 @emitted

@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels.cpu_addresses import call
 from engine.kernels.cpu_compile import compiled_exactly
-from engine.kernels.cpu_layers import STAGES, join, normalise
-from engine.kernels.cpu_layers import callee_of_layers as callee_of_layers  # for those that call draw_chains
+from engine.kernels.cpu_layers import STAGES, add_layers, join, normalise, product
 from engine.kernels.cpu_meeting import meet
-from engine.kernels.cpu_products import bounds, product
+from engine.kernels.cpu_products import bounds
 from engine.kernels.cpu_race import LARGEST_SCORE, LEAST_TEMPERATURE, NUMBERS, run
 from engine.kernels.cpu_reductions import largest
 from engine.kernels.cpu_vectors import store_row
@@ -100,9 +98,8 @@ def draw_chains(
 ) -> None:
     """Read the gaps, draw tokens [columns, S], and read all but each row's last one.
 
-    model: (entry, as in `begin`; (add_layers as a callee, its callees); a layer and the addresses of all, as it has
-    them; (norm of what the last layer adds, factor, final norm, the head's product); whether a head reads normed
-    outputs).
+    model: (entry, as in `begin`; a layer and the addresses of all, as add_layers has them; (norm of what the last layer
+    adds, factor, final norm, the head's product); whether a head reads normed outputs).
     memory: (pool, addresses of the layers' pools, turns, watched layers: none), as add_layers has them.
     gaps: (tokens, positions and places in memory [N], what they see, as add_layers has it, the row [S] behind which
     each chain begins). N = 0: they were read before.
@@ -114,7 +111,7 @@ def draw_chains(
     room: (x, added, joined [max(N, S), hidden], inputs of a head [.., 2 · hidden], scores [S, vocab], the layers' room,
     the race's room). meeting: (where the parts meet, part, parts).
     """
-    entry, (layers, callees), layer, addresses, (joining, factor, norm, head), reads_normed = model
+    entry, layer, addresses, (joining, factor, norm, head), reads_normed = model
     (pool, pools, turns, nobody), (read, read_at, read_to, read_seen, begins) = memory, gaps
     counts, positions, places, firsts, ends, nothing, tables, first_rows = steps
     (keys, temperatures, tokens), (scores, states) = drawing, given
@@ -141,7 +138,7 @@ def draw_chains(
         meet(numbers, met + 1, parts)
         own, space = (x[:n], added[:n], joined[:n]), (qkv[:n], queries[:n], attended[:n], gated[:n])
         where, waits = (pool, (turns, at, to), rows), (numbers, met + 1, np.int64(0))  # a literal is a type of its own
-        call(layers, (callees, own, layer, (addresses, pools), inputs[:n], where, nobody, space, waits, part, parts))
+        add_layers(own, layer, (addresses, pools), inputs[:n], where, nobody, space, waits, part, parts)
         met += MEETINGS + STAGES * len(addresses)
         if part == 0:
             for row in range(count):

@@ -11,24 +11,28 @@ What a layer adds to the states is left to the next stage that reads them, which
     layer: (joining, before, qkv, qk_norm, out, after, inner, gate_up, down, factor, scoring), as the stages tell
     room: (qkv [N, width], queries and attended [N, heads, head_dim], gated [N, intermediate])
 
-A norm is (weight [width], floor), as models/norm.py has them, and ([0], ..) for none. A product is as `product` takes
-it. Numbers of the states are fp32, or fp64 for fp64 memory.
+A norm is (weight [width], floor), as models/norm.py has them, and ([0], ..) for none. A product is (weight, bias), as
+`multiply_some` has them. Numbers of the states are fp32, or fp64 for fp64 memory.
 """
 
 import math
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
-from engine.kernels.cpu_addresses import Callee, call, callee_of, moved
 from engine.kernels.cpu_addresses import addresses_of as addresses_of  # for those that call add_layers
+from engine.kernels.cpu_addresses import moved
 from engine.kernels.cpu_attention import attend
 from engine.kernels.cpu_compile import compiled_exactly, inlined
 from engine.kernels.cpu_exponentials import exponentials
+from engine.kernels.cpu_integers import ACTIVATION, NEIGHBOURS, OFFSET
 from engine.kernels.cpu_meeting import ENDED as ENDED
 from engine.kernels.cpu_meeting import meet
 from engine.kernels.cpu_panels import ROWS as ROWS
-from engine.kernels.cpu_products import bounds, product
+from engine.kernels.cpu_panels import is_coded
+from engine.kernels.cpu_products import bounds, multiply_some, round_rows
 from engine.kernels.cpu_vectors import dot, store_row
 
 STAGES = 6  # of a layer
@@ -38,6 +42,37 @@ OWN_ROWS = 64  # of each part, from which on parts share rows and not channels. 
 # takes less time than their arithmetic, and norms and rounds its own rows only
 LARGEST_POWER = 87.0  # exp of more is no fp32 number
 GELU_SLOPE, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715  # of the tanh approximation, as a sigmoid
+
+
+def product(x: Any, given: Any, first: int, last: int, out: Any) -> None:
+    """The channels first … last − 1 of x [N, inner] · Wᵀ + b → out [N, channels]."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(product, strict=False)
+def _product(x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
+    if is_coded(given[0]) and x.dtype == types.float64:
+
+        def narrowed(x: Any, given: Any, first: int, last: int, out: Any) -> None:
+            product(x.astype(np.float32), given, first, last, out)
+
+        return narrowed
+    if is_coded(given[0]):
+
+        def coded(x: Any, given: Any, first: int, last: int, out: Any) -> None:
+            weight, bias = given
+            width = (x.shape[1] + NEIGHBOURS - 1) // NEIGHBOURS * NEIGHBOURS
+            rounded, steps = np.empty((x.shape[0], width), ACTIVATION), np.empty(x.shape[0], np.float32)
+            round_rows(x, rounded, steps, np.int64(OFFSET))  # a literal is a type of its own
+            multiply_some((rounded, steps), weight, bias, first, last, out)
+
+        return coded
+
+    def plain(x: Any, given: Any, first: int, last: int, out: Any) -> None:
+        panels, bias = given
+        multiply_some(x, panels, bias, first, last, out)
+
+    return plain
 
 
 @compiled_exactly
@@ -180,7 +215,7 @@ def keep(joined: Any, layer: int, watched: Any) -> None:
                     table[row, place * width + i] = joined[row, i]
 
 
-@compiled_exactly
+@inlined
 def in_blocks(
     stage: int, states: Any, layer: Any, inputs: Any, is_first: bool, room: Any, part: int, parts: int
 ) -> None:
@@ -201,7 +236,6 @@ def in_blocks(
 
 @compiled_exactly
 def add_layers(
-    callees: Any,
     states: Any,
     given: Any,
     addresses: Any,
@@ -215,10 +249,10 @@ def add_layers(
 ) -> None:
     """A run of layers. x is then the sum that entered the last one's second norm.
 
-    callees: in_blocks and attend, as `callees_of_layers` has them. given: the first layer; addresses: (of
-    the arrays of each layer, of its pool), as `moved` has them. inputs: of the pass's first layer. memory: (pool,
-    places, seen); seen: (tables, first_rows, rows), as `attend` has them. watched: as in `keep`. meeting: (where the
-    parts meet, how often they have met before, the run's first layer among the pass's).
+    given: the first layer; addresses: (of the arrays of each layer, of its pool), as `moved` has them. inputs: of the
+    pass's first layer. memory: (pool, places, seen); seen: (tables, first_rows, rows), as `attend` has them. watched:
+    as in `keep`. meeting: (where the parts meet, how often they have met before, the run's first layer among the
+    pass's).
     """
     numbers, met, first = meeting
     pool, (turns, positions, stored), (tables, first_rows, rows) = memory
@@ -232,30 +266,18 @@ def add_layers(
         layer, blocks = moved(given, addresses[0], n), moved(pool, addresses[1], n)
         scale, cap, sinks = layer[10]
         is_first = first + n == 0
-        call(callees[0], (np.int64(PROJECT), own, layer, given_inputs, is_first, space, share, shares))
+        in_blocks(PROJECT, own, layer, given_inputs, is_first, space, share, shares)
         meet(numbers, met + 1, parts)
         if share == 0:
             place(layer, blocks, places, space)
             keep(own[2], first + n, kept)
         meet(numbers, met + 2, parts)
-        call(callees[1], (room[1], blocks, tables, first_rows, rows, scale, cap, sinks, room[2], part, parts))
+        attend(room[1], blocks, tables, first_rows, rows, scale, cap, sinks, room[2], part, parts)
         meet(numbers, met + 3, parts)
-        call(callees[0], (np.int64(WRITE), own, layer, given_inputs, is_first, space, share, shares))
+        in_blocks(WRITE, own, layer, given_inputs, is_first, space, share, shares)
         meet(numbers, met + 4, parts)
-        call(callees[0], (np.int64(GATE), own, layer, given_inputs, is_first, space, share, shares))
+        in_blocks(GATE, own, layer, given_inputs, is_first, space, share, shares)
         meet(numbers, met + 5, parts)
-        call(callees[0], (np.int64(SHRINK), own, layer, given_inputs, is_first, space, share, shares))
+        in_blocks(SHRINK, own, layer, given_inputs, is_first, space, share, shares)
         met += STAGES
         meet(numbers, met, parts)
-
-
-def callees_of_layers(states: Any, given: Any, inputs: Any, memory: Any, room: Any) -> tuple[Callee, Callee]:
-    """What add_layers calls for arguments of these types."""
-    (pool, _, seen), (scale, cap, sinks) = memory, given[10]
-    stages = callee_of(in_blocks, 0, states, given, inputs, True, room, 0, 1)
-    return stages, callee_of(attend, room[1], pool, *seen, scale, cap, sinks, room[2], 0, 1)
-
-
-def callee_of_layers(callees: Any, *given: Any) -> Callee:
-    """add_layers as a callee, for arguments of these types: all but the last three."""
-    return callee_of(add_layers, callees, *given, (np.zeros((1, 2), np.int64), 0, 0), 0, 1)

@@ -12,13 +12,10 @@ from typing import Any
 
 import numpy as np
 from numba import typeof, types
-from numba.core import cgutils
 from numba.extending import overload
 
-from engine.kernels.cpu_addresses import callee_of as callee_of  # for those that make a `product`
-from engine.kernels.cpu_addresses import emit_call
-from engine.kernels.cpu_code import HAS_PAIRS, emitted
-from engine.kernels.cpu_compile import compiled_exactly, inlined
+from engine.kernels.cpu_code import HAS_PAIRS
+from engine.kernels.cpu_compile import compiled_exactly
 from engine.kernels.cpu_integers import ACTIVATION as ACTIVATION  # of the codes and offsets that callers give
 from engine.kernels.cpu_integers import NEIGHBOURS
 from engine.kernels.cpu_integers import OFFSET as OFFSET
@@ -68,7 +65,7 @@ def _as_multiplied(x: Any, weight: Any) -> Any:
     return rounded
 
 
-@inlined
+@compiled_exactly
 def multiply_some(x: Any, weight: Any, bias: Any, first: int, last: int, out: Any) -> None:
     """out [rows, channels ≥ PANEL] = x [rows, inner] · weightᵀ + bias for the channels first … last − 1, and others of
     their panels.
@@ -123,66 +120,3 @@ def sum_codes(panels: Any, sums: Any) -> None:
                 for neighbour in range(NEIGHBOURS):
                     total += np.int32(panels[panel, i + neighbour])
             sums[first + channel] = total
-
-
-# --- products of any form for the same code (cpu_layers.py) ----------------------------------------------------------
-
-
-@emitted
-def product(_context: Any, x: Any, given: Any, first: Any, last: Any, out: Any) -> Any:
-    """(x [N, inner], given, first, last, out [N, channels]): the channels first … last − 1 of x · Wᵀ + b → out.
-
-    given: (one of the functions below, as a callee; its weight).
-    """
-
-    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        states, both, begin, end, written = arguments
-        callee, weight = cgutils.unpack_tuple(builder, both)
-        kinds = x, given[1], types.intp, types.intp, out
-        emit_call(context, builder, callee, kinds, [states, weight, begin, end, written])
-        return context.get_dummy_value()
-
-    return types.void(x, given, types.intp, types.intp, out), code
-
-
-def as_fp32(x: Any) -> Any:
-    """x as `round_rows` takes it."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(as_fp32, strict=False)
-def _as_fp32(x: Any) -> Any:
-    if x.dtype == types.float32:
-        return lambda x: x
-    return lambda x: x.astype(np.float32)
-
-
-@compiled_exactly
-def codes_product(x: Any, weight: Any, first: int, last: int, out: Any) -> None:
-    """weight: (panels of 8-bit integers as bytes, and the others as `multiply_panel` has them; bias)."""
-    panels, steps, offsets, bias = weight
-    width = (x.shape[1] + NEIGHBOURS - 1) // NEIGHBOURS * NEIGHBOURS
-    rounded, row_steps = np.empty((x.shape[0], width), ACTIVATION), np.empty(x.shape[0], np.float32)
-    round_rows(as_fp32(x), rounded, row_steps, np.int64(OFFSET))  # a literal is a type of its own
-    multiply_some((rounded, row_steps), (panels.view(np.int8), steps, offsets), bias, first, last, out)
-
-
-def _numbers_product(stored: Any, exact: bool) -> Any:
-    """It takes the panels as bytes, and nothing for steps and offsets."""
-    if exact:
-
-        def multiply_numbers(x: Any, weight: Any, first: int, last: int, out: Any) -> None:
-            multiply_some(x, (weight[0].view(stored),), weight[3], first, last, out)
-    else:
-
-        def multiply_numbers(x: Any, weight: Any, first: int, last: int, out: Any) -> None:
-            multiply_some(x, weight[0].view(stored), weight[3], first, last, out)
-
-    # What another process kept by the same name would be taken for this function's code: see callee_of.
-    multiply_numbers.__qualname__ = f"multiply_{np.dtype(stored).name}{'_exactly' if exact else ''}"
-    return compiled_exactly(multiply_numbers)
-
-
-STORED = (np.float32, np.float64, np.uint16, np.int16)
-# By the type of the stored numbers, and whether they are multiplied as they are (see multiply_some).
-NUMBERS_PRODUCTS = {(stored, exact): _numbers_product(stored, exact) for stored in STORED for exact in (False, True)}

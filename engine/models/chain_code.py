@@ -14,7 +14,6 @@ from cache.storage import Storage
 from engine.models.attention import Attention
 from engine.models.compiled import as_stored, compiled_module
 from engine.models.compiled_layers import CompiledLayers, compiled_to
-from engine.models.compiled_products import Callee
 from engine.models.cpu_attention import BlockGroup, BlockReader
 from engine.models.decoder import Decoder, rounded
 from engine.models.layer import Norm, no_norm
@@ -158,17 +157,7 @@ class ChainCode:
         factor = rounded(body.config.traits.embedding_multiplier, body.dtype)
         entry = (as_stored(body.embedding), factor, token_norm, states_norm, is_head, model.enters_normed)
         ending = layers.last_norm, layers.factor, norm_of(body.norm), layers.product_of(self._head)
-        return entry, self._callees(), run.given, run.addresses, ending, model.reads_normed
-
-    def _callees(self) -> tuple[Callee, tuple[Callee, Callee]]:
-        """add_layers, and what it calls."""
-        layers, run, none = self._layers, self._layers.first_run, np.zeros(0, np.int64)
-        (pool, pools, turns, nobody), (*states, inputs, _, room, _) = self._memory, self._room(0, 0)
-        memory = pool, (turns, none, none), self._gaps(torch.empty(0))[3]
-        called = layers.callees(tuple(states), run, inputs, memory, room)
-        given = tuple(states), run.given, (run.addresses, pools), inputs, memory, nobody, room
-        found: Callee = self._kernel.callee_of_layers(called, *given)
-        return found, called
+        return entry, run.given, run.addresses, ending, model.reads_normed
 
     def _steps(self, rows: ChainRows) -> tuple[Any, ...]:
         """See the kernel."""

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from engine.models.attention import Attention
 from engine.models.compiled import compiled_module, counted_memory, parts_of, together, type_of_sums
-from engine.models.compiled_products import (
-    LEAST_CHANNELS,
-    Callee,
-    KernelProduct,
-    Panels,
-    coded_kernel_product,
-    kernel_product,
-)
+from engine.models.compiled_products import LEAST_CHANNELS, Panels, coded_weight, wide_bias_of
 from engine.models.cpu_attention import scoring_numbers
 from engine.models.decoder import DecoderConfig, WatchedStates
 from engine.models.int8_products import Int8Weight
@@ -36,13 +29,13 @@ class KernelLayer(NamedTuple):
 
     joining: tuple[Any, float]  # the norm of what the layer before added
     before: tuple[Any, float]
-    qkv: KernelProduct
+    qkv: tuple[Any, Any]
     qk_norm: tuple[Any, float]
-    out: KernelProduct
+    out: tuple[Any, Any]
     after: tuple[Any, float]
     inner: tuple[Any, float]
-    gate_up: tuple[KernelProduct, bool]  # and whether the activation is gelu
-    down: KernelProduct
+    gate_up: tuple[tuple[Any, Any], bool]  # and whether the activation is gelu
+    down: tuple[Any, Any]
     factor: float
     scoring: tuple[float, float, Any]  # scale, cap, sinks
 
@@ -68,7 +61,6 @@ class CompiledLayers:
         self._turns = [torch.view_as_real(table).flatten(1).numpy() for table in rotations]
         self.number = torch.empty(0, dtype=self.wide).numpy().dtype
         self.nothing = np.empty((0, 0), self.number)
-        self._callees: dict[range, tuple[Callee, Callee]] = {}
 
     @classmethod
     def of(cls, layers: Seq[Layer], config: DecoderConfig, rotations: Seq[Tensor], dtype: torch.dtype) -> Self | None:
@@ -113,8 +105,7 @@ class CompiledLayers:
         for run in self._runs:
             first, addresses = run.layers.start, (run.addresses, reader.addresses[run.layers.start : run.layers.stop])
             memory = reader.blocks(first), (run.turns, positions, rows), reader.seen(group, run.window)
-            callees = self.callees(arrays, run, given, memory, room)
-            calls.append((callees, arrays, run.given, addresses, given, memory, (layers, table.numpy())))
+            calls.append((arrays, run.given, addresses, given, memory, (layers, table.numpy())))
         self._compute(calls, room, work)
         del counted
         self._kernel.join(arrays[0], arrays[1], self.last_norm, self.factor, arrays[0])
@@ -122,12 +113,6 @@ class CompiledLayers:
             x.copy_(states)
         if watched is not None and len(layers):
             watched.take(table.to(x.dtype))
-
-    def callees(self, states: Any, run: LayerRun, inputs: Any, memory: Any, room: Any) -> tuple[Callee, Callee]:
-        """What add_layers calls for a run. Later calls must have arguments of the same types, or they raise."""
-        if run.layers not in self._callees:
-            self._callees[run.layers] = self._kernel.callees_of_layers(states, run.given, inputs, memory, room)
-        return self._callees[run.layers]
 
     def work(self, rows: int, seen_bytes: int) -> int:
         """Bytes that a layer reads, as in_parts counts them: its weights for each tile of rows, or its keys and values.
@@ -140,7 +125,7 @@ class CompiledLayers:
             for call in calls:
                 met = self._kernel.STAGES * layers
                 self._kernel.add_layers(*call, room, (numbers, met, layers), part, parts)
-                layers += len(call[3][0])
+                layers += len(call[2][0])
 
         self.in_meetings(compute, work)
 
@@ -263,12 +248,12 @@ class CompiledLayers:
         parts = [norm.weight.expand(heads.stop - (heads.start or 0), -1) for heads, norm in layer.qk_norms]
         return torch.cat(parts).to(self.wide).contiguous().numpy(), float(layer.qk_norms[0][1].floor)
 
-    def product_of(self, product: Linear) -> KernelProduct:
+    def product_of(self, product: Linear) -> tuple[Any, Any]:
         kept = next(product.forms[form] for form in COMPILED if form in product.forms)
         if isinstance(kept, Int8Weight):
-            return coded_kernel_product(kept.packed, kept.steps, product.bias, self.wide)
+            return coded_weight(kept.packed, kept.steps, product.bias)
         assert isinstance(kept, Panels)
-        return kernel_product(kept, product.bias, self.wide)
+        return kept.stored, wide_bias_of(product.bias, product.shape[0], self.wide)
 
 
 def _kind(known: Any) -> Any:

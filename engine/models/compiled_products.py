@@ -6,7 +6,6 @@ bits in any company.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -53,16 +52,11 @@ def has_compiled_products() -> bool:
     return compiled_module("cpu_products") is not None
 
 
-def _kernels() -> ModuleType:
-    module = compiled_module("cpu_products")
-    assert module is not None, "has_compiled_products() asks first"
-    return module
-
-
 def panels_of(weight: Tensor, *, exact: bool = False) -> Panels:
     """weight [out ≥ LEAST_CHANNELS, in] of numbers or int8. exact: see Panels; only for numbers of 16 bits."""
     out, inner = weight.shape
-    module = _kernels()
+    module = compiled_module("cpu_products")
+    assert module is not None, "has_compiled_products() asks first"
     neighbours = 1 if exact else module.neighbours_in(as_stored(weight))
     weight = F.pad(weight, (0, -inner % neighbours)) if inner % neighbours else weight.contiguous()
     if weight.storage_offset() % neighbours:
@@ -79,7 +73,8 @@ def panels_of(weight: Tensor, *, exact: bool = False) -> Panels:
 
 def compiled_product(weight: Panels, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """y = x Wᵀ + b. Sums are fp32 or fp64, and rounded once."""
-    module = _kernels()
+    module = compiled_module("cpu_products")
+    assert module is not None, "panels_of() asked"
     multiply, stored, dtype = module.multiply, weight.stored, weight.dtype
     sums, channels, work, most = type_of_sums(dtype), weight.shape[0], weight.work, module.ROWS
     wide_bias, same = wide_bias_of(bias, channels, sums), dtype == sums
@@ -109,7 +104,8 @@ def coded_panels(codes: Tensor) -> Panels:
 
 def coded_weight(panels: Panels, steps: Tensor, bias: Tensor | None) -> CodedWeightArrays:
     """W = the panels of codes · steps fp32 [out] as the kernel reads it, with zeros for channels that were added."""
-    module = _kernels()
+    module = compiled_module("cpu_products")
+    assert module is not None, "panels_of() asked"
     added, sums = (0, panels.shape[0] - len(steps)), torch.empty(panels.shape[0], dtype=torch.int32)
     module.sum_codes(panels.numbers.numpy(), sums.numpy())
     offsets = sums * module.OFFSET
@@ -118,36 +114,13 @@ def coded_weight(panels: Panels, steps: Tensor, bias: Tensor | None) -> CodedWei
     return (panels.numbers.numpy(), wide_steps, offsets.numpy()), wide_bias
 
 
-Callee = tuple[int, int]  # compiled code, as cpu_addresses.py has it
-KernelProduct = tuple[Callee, tuple[Any, Any, Any, Any]]  # (callee, (panels as bytes, steps, offsets, bias))
-
-
-def kernel_product(weight: Panels, bias: Tensor | None, sums: torch.dtype) -> KernelProduct:
-    """y = x Wᵀ + b for compiled layers, which are the same code for weights of all kinds beside sums in fp32."""
-    none, numbers = np.empty(0, np.float32), as_stored(weight.numbers)
-    given = numbers.view(np.uint8), none, none.view(np.int32), wide_bias_of(bias, weight.shape[0], sums)
-    return _callee(_kernels().NUMBERS_PRODUCTS[numbers.dtype.type, weight.exact], given, sums), given
-
-
-def coded_kernel_product(panels: Panels, steps: Tensor, bias: Tensor | None, sums: torch.dtype) -> KernelProduct:
-    """As kernel_product, for W = the panels of codes · steps fp32 [out]."""
-    (numbers, *others), wide_bias = coded_weight(panels, steps, bias)
-    given = numbers.view(np.uint8), *others, wide_bias
-    return _callee(_kernels().codes_product, given, sums), given
-
-
-def _callee(function: Any, weight: tuple[Any, ...], sums: torch.dtype) -> Callee:
-    states = torch.empty(0, 0, dtype=sums).numpy()
-    found: Callee = _kernels().callee_of(function, states, weight, 0, 0, states)
-    return found
-
-
 def compiled_int8_product(panels: Panels, steps: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """y = x Wᵀ + b for W = the panels of codes · steps fp32 [out], and x of any floating dtype, which is rounded to
     integers by rows. Sums are exact."""
-    module = _kernels()
+    module = compiled_module("cpu_products")
     weight, wide_bias = coded_weight(panels, steps, bias)
     channels, given, num_bytes = len(steps), panels.shape[0], panels.num_bytes
+    assert module is not None, "panels_of() asked"
     width, most = panels.numbers.shape[1] // module.PANEL, module.ROWS
 
     def product(x: Tensor) -> Tensor:
