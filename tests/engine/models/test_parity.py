@@ -52,7 +52,7 @@ USUAL = {*(f"llama-{way}" for way in WAYS), *OTHERS}
 
 
 class Made(dict[str, tuple[str, Tensor]]):
-    """Of each shape: (checkpoint, transformers' logits [slots, length, vocab] in fp64), made when first asked for."""
+    """By shape: (checkpoint, transformers' logits [slots, length, vocab] in fp64), made when first asked for."""
 
     def __init__(self, texts: list[list[int]], directory: Path) -> None:
         self.texts, self.directory = texts, directory
