@@ -70,6 +70,7 @@ COMPILED = """
 from importlib.util import find_spec
 from engine.models import compiled, product_choice, products
 compiled.find_spec, products.choose_forms = find_spec, product_choice.choose_forms
+compiled.log.disabled = False
 compiled.compiled_module.cache_clear()
 """
 pytestmark = pytest.mark.slow
@@ -81,11 +82,15 @@ forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:Depre
 @pytest.fixture(scope="module", params=[SHORTER, *in_proofs(COMPILED)], ids=["shorter", "whole"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     told = tmp_path_factory.mktemp("dry") / "told"
+    told.touch()
     child = get_context("fork").Process(target=dry_run, args=(WHOLE.format(shorter=request.param), told))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         child.start()
     child.join(600)
+    if child.is_alive():  # or this process would wait for it at its own end
+        child.kill()
+        child.join()
     assert child.exitcode == 0, told.read_text("utf-8")
     found: dict[str, Any] = json.loads(told.read_text("utf-8").splitlines()[-1])
     return found

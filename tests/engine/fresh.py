@@ -35,8 +35,8 @@ class Checker:
     """Compares what an engine's sequences and prefix indices hold with a fresh prefill over the same weights.
 
     It changes nothing, except with `logits`: then every sequence's next logits are computed and compared too, which
-    takes memory that an engine short of it may need. every: looks after one of so many steps; a row that is wrong stays
-    so until its sequence ends.
+    takes memory that an engine short of it may need. every: compares after one of so many steps, because a row that is
+    wrong stays so until its sequence ends; how many rows there are is checked after each.
     """
 
     def __init__(self, engine: Engine, *, logits: bool = True, every: int = 1) -> None:
@@ -61,9 +61,11 @@ class Checker:
 
     def __call__(self) -> None:
         self._calls += 1
-        for name, runner in self.runners.items() if self._calls % self._every == 0 else ():
+        for name, runner in self.runners.items():
             held = [s for s in self.engine.scheduler.running if runner.cache.holds(s.handle)]
-            if held:
+            for sequence in held:
+                _check_length(name, runner, sequence)
+            if held and self._calls % self._every == 0:
                 self._check(name, runner, held)
 
     def check_index(self) -> None:
@@ -86,10 +88,6 @@ class Checker:
         wanted = _prefill(fresh, [runner.tokens(s) for s in held])
         for i, sequence in enumerate(held):
             length = runner.cache.length(sequence.handle)
-            most = len(runner.tokens(sequence)) - 1
-            assert length <= most, f"{name}: {length} cached of {most + 1} tokens"
-            if name == "target" and sequence.num_output and not sequence.record.preemptions:
-                assert length == len(sequence.tokens) - 1
             runner.storage.prepare()
             left = _left_behind(runner, sequence.handle)
             window = runner.storage.view(runner.cache.slot(sequence.handle), 1, length)
@@ -142,6 +140,13 @@ def _paths(cache: PagedCache) -> Iterator[tuple[str, list[int], list[int]]]:
             tokens[:0], blocks[:0] = node.key, [node.block]
             node = node.parent
         yield index._salts[node], tokens, blocks
+
+
+def _check_length(name: str, runner: Runner, sequence: Sequence) -> None:
+    length, most = runner.cache.length(sequence.handle), len(runner.tokens(sequence)) - 1
+    assert length <= most, f"{name}: {length} cached of {most + 1} tokens"
+    if name == "target" and sequence.num_output and not sequence.record.preemptions:
+        assert length == len(sequence.tokens) - 1
 
 
 def _prefill(runner: Runner, texts: Seq[list[int]]) -> Tensor:

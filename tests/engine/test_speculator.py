@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import count
 from statistics import mean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -305,9 +306,13 @@ def drafts_per_round(engine: Engine, changes: dict[int, Callable[[], None]], rou
 
 
 @pytest.mark.proofs
-def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(twins: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_gone_bad_is_left_alone_and_taken_up_again(
+    twins: Pair, monkeypatch: pytest.MonkeyPatch, shared_weights: dict[Any, Any]
+) -> None:
     """Left alone within 20 rounds, used again within 200 after its repair. In between, newcomers try it briefly."""
+    shared_weights.clear()
     engine = load(twins, policy=PolicyConfig("goodput"), max_running=4, max_spec_length=8)
+    shared_weights.clear()  # nobody else gets the weights that are spoiled here
     priced(engine, monkeypatch)
     decoder = model_drafter(engine).runner.decoder
     assert isinstance(decoder, Decoder)

@@ -147,7 +147,6 @@ def test_predicted_and_realised_acceptance_agree_within_3_points_per_decile(slot
     assert worst_decile(own_law() if slots == 8 else replay(Estimator(DEPTH), slots)) < 0.03 + ERROR
 
 
-@pytest.mark.proofs
 def test_counting_unobserved_positions_as_failures_is_not_calibrated() -> None:
     """Negative control."""
     assert worst_decile(replay(Estimator(DEPTH), seen=all_failures)) > 0.1

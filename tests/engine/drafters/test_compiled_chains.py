@@ -344,9 +344,11 @@ def test_models_without_compiled_products_draft_step_by_step(
     name: str, pair_of: Callable[[str], Pair], watched: Callable[[bool], Seen], shared_weights: dict[Any, Any]
 ) -> None:
     shared_weights.clear()
-    with in_form("plain"):
-        seen, _ = run(pair_of(name), watched, True)
-    shared_weights.clear()
+    try:
+        with in_form("plain"):
+            seen, _ = run(pair_of(name), watched, True)
+    finally:
+        shared_weights.clear()
     assert (seen.compiled, bool(seen.drafts)) == (0, True)
 
 

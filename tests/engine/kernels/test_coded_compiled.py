@@ -46,10 +46,10 @@ USUAL: tuple[Case, ...] = (
     ("int4", 38, 1, 90, 896),
     ("int4", 38, 65, 90, 896),
     ("int8", 1, 17, 80, 896),
+    ("fp8", 1, 129, 90, 896),
 )
 OTHERS: tuple[Case, ...] = (
     ("int4", 152, 1, 90, 4096),
-    ("fp8", 1, 129, 90, 896),
     ("int4", 38, 17, 90, 896),
     *(("int4", 38, rows, capability, 896) for capability in (80, 86, 89) for rows in (65, 129)),
     *(("int4", 152, rows, capability, 4096) for capability in (80, 89) for rows in (1, 17)),

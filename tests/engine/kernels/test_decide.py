@@ -177,7 +177,7 @@ COMPILED_FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", usual_and_proofs(COMPILED_FAULTS, (COMPILED_FAULTS[7],)), ids=str)
+@pytest.mark.parametrize("fault", usual_and_proofs(COMPILED_FAULTS, (COMPILED_FAULTS[3], COMPILED_FAULTS[7])), ids=str)
 def test_a_fault_in_the_compiled_code_shows(
     fault: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

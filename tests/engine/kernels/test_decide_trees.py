@@ -183,8 +183,8 @@ FAULTS = {
 }  # fmt: skip
 
 
-# A fault of what is accepted, and one of what is emitted.
-USUAL_FAULTS = ("any node follows", "the law of the root")
+# A fault of each kernel.
+USUAL_FAULTS = ("what is left is not normalised", "any node follows", "the law of the root")
 
 
 @pytest.mark.parametrize("fault", usual_and_proofs(FAULTS, USUAL_FAULTS))

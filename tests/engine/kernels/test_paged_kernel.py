@@ -319,8 +319,8 @@ def mutant(
         yield kernels
 
 
-# A fault of each kernel.
-USUAL_MUTANTS = ("paths are ignored", "a part is not joined")
+# Two faults of each kernel.
+USUAL_MUTANTS = ("paths are ignored", "the window is one longer", "a part is not joined", "parts are not weighed")
 
 
 @pytest.mark.parametrize("mutant", usual_and_proofs(MUTANTS, USUAL_MUTANTS), indirect=True)

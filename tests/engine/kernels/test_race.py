@@ -232,8 +232,8 @@ FAULTS = {
 }
 
 
-# A fault of each kernel.
-USUAL_FAULTS = ("a wrong rate", "the first part only")
+# Two faults of each kernel.
+USUAL_FAULTS = ("a wrong rate", "a bound that is too low", "a NaN is passed over", "the first part only")
 
 
 @pytest.mark.parametrize("fault", usual_and_proofs(FAULTS, USUAL_FAULTS))

@@ -162,14 +162,21 @@ KINDS = {
     "bfloat16": (torch.bfloat16, Weights()),
     "float16": (torch.float16, Weights()),
     "int8": (torch.float32, Weights("int8")),
+    "int8 beside bfloat16": (torch.bfloat16, Weights("int8")),
     "int8 beside float64": (torch.float64, Weights("int8")),
 }
-TYPES = ["float32", "bfloat16", "int8", *in_proofs("float16", "int8 beside float64")]  # each is compiled by itself
+TYPES = [
+    "float32",
+    "bfloat16",
+    "int8",
+    *in_proofs("float16", "int8 beside bfloat16", "int8 beside float64"),
+]  # each is compiled by itself
 NEAR = {
     "float32": 1 - 1e-9,
     "bfloat16": 0.999,
     "float16": 0.99999,
     "int8": 1 - 1e-9,
+    "int8 beside bfloat16": 0.999,
     "int8 beside float64": 1 - 1e-12,
 }  # cosine of all logits
 

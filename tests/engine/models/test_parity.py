@@ -49,6 +49,7 @@ OTHERS = (
     "qwen2-tied-fp64-blocks",
 )
 USUAL = {*(f"llama-{way}" for way in WAYS), *OTHERS}
+assert {f"{shape}-{way}" for shape in SHAPES for way in WAYS} >= USUAL
 
 
 class Made(dict[str, tuple[str, Tensor]]):

@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The test of the report has the budget of lookup.
 USUAL = (
-    *("greedy", "match", "rejection", "block, top-p, penalties", "bias, bad words"),
+    *("greedy", "match", "rejection", "block, top-p, penalties", "bias, bad words", "match, logprobs"),
     *("tree", "tree, rejection", "tree, chains", "eagle", "medusa"),
 )
 

@@ -96,7 +96,7 @@ FAULTS: list[tuple[Callable[[Patch], None], Callable[[Pair], None], str]] = [
 ]
 
 
-USUAL = (a_sync, a_mix_in_sampling, wrong_noise)
+USUAL = (a_sync, a_mix_in_sampling, a_cpu_index, wrong_noise)
 
 
 @pytest.mark.parametrize(

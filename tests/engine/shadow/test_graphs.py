@@ -624,7 +624,7 @@ def check_steady_rounds(pair: Pair) -> None:
     both.check_drafts()
 
 
-USUAL_FAULTS = (a_download, a_number_of_the_host)  # one that the emulator refuses, and one that the texts show
+USUAL_FAULTS = (a_download, a_number_of_the_host, padding_in_a_block_of_a_sequence, a_key_without_the_layout)
 
 
 @pytest.mark.parametrize(
