@@ -250,8 +250,8 @@ FAULTS = {
 }
 
 
-# A fault of search_kernel, and one of write_kernel.
-USUAL_FAULTS = ("a pivot's own token counts", "the threshold's token goes")
+# Of search_kernel, of what it calls, and of write_kernel.
+USUAL_FAULTS = ("a pivot's own token counts", "one token too few is removed", "the threshold's token goes")
 
 
 @pytest.mark.parametrize("fault", usual_and_proofs(FAULTS, USUAL_FAULTS))
