@@ -1,4 +1,4 @@
-"""What all tests of benchmarks share: built-in prompts that are found once, engines that compile nothing, a pair."""
+"""All tests of benchmarks share a pair, engines that compile nothing, and built-in prompts, which are found once."""
 
 import sysconfig
 from collections.abc import Iterator

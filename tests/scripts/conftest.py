@@ -1,4 +1,4 @@
-"""What all tests of scripts share: engines that compile nothing."""
+"""Engines compile nothing in tests of scripts."""
 
 from collections.abc import Iterator
 

@@ -250,7 +250,7 @@ FAULTS = {
 }
 
 
-# Of search_kernel, of what it calls, and of write_kernel.
+# search_kernel, a function that it calls, and write_kernel have one fault each.
 USUAL_FAULTS = ("a pivot's own token counts", "one token too few is removed", "the threshold's token goes")
 
 

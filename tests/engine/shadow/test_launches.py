@@ -109,12 +109,12 @@ class Probed:
 @dataclass(frozen=True, slots=True)
 class Usual:
     probed: Probed
-    sound: str  # what the launch of a kernel said
-    renamed: str  # and of one with a fault
+    sound: str  # what the launch of a sound kernel printed
+    renamed: str  # what the launch of a faulty kernel printed
 
 
 def probe(rounds: list[Round]) -> Probed:
-    """All kernels are compiled, too."""
+    """Run the rounds, and compile all kernels that they launch."""
     *found, said = map(json.loads, run(f"ROUNDS, COMPILED = {rounds}, True\n{PROBE}"))
     return Probed(found, said)
 

@@ -212,7 +212,7 @@ def test_a_round_crosses_no_more_often(pair: Pair) -> None:
 
 @pytest.fixture
 def another_gpu() -> Iterator[None]:
-    """What an engine keeps of the GPU is asked anew, here and by later tests."""
+    """The engine asks the GPU anew, in this test and in later ones: it keeps an answer for the process."""
     most_rows.cache_clear()
     yield
     most_rows.cache_clear()
