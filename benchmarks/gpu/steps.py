@@ -15,6 +15,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+import torch
+
 PATIENCE = 3  # factor on the limits of a dry run: on a CPU its steps compile code, side by side
 
 
@@ -176,6 +178,9 @@ def _finish(one: _Running) -> None:
 
 
 def _child(step: Step, device: str, dry: bool, ends: float, sender: "Connection[Any, Any]") -> None:
+    # The threads of torch's pool are missing in a fork, so torch makes another pool at its next use. If two threads use
+    # torch at that moment, one of them fails ("Invalid thread pool!"). Here this process has one thread.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         step.run(Recorder(device, dry, ends, sender.send))
         sender.send(("ok", ""))

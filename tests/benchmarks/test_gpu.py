@@ -4,10 +4,12 @@ import gc
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -198,6 +200,25 @@ def test_steps_for_cuda_are_processes_that_share_nothing_with_this_one() -> None
     step = Step("works", partial(Recorder.note, what="figure", value=1.0), 60)
     (result,) = run_steps([step], "cuda", dry=True, budget_s=60, say=silent)
     assert (result.status, result.rows) == ("ok", [Row("figure", 1.0)]), result.reason
+
+
+def computes_in_threads(recorder: Recorder) -> None:
+    """Several threads that use torch for the first time at the same moment."""
+    together = threading.Barrier(4)
+
+    def compute(_: int) -> torch.Tensor:
+        together.wait()
+        return torch.ones(100_000).double()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(bool((made == 1).all()) for made in threads.map(compute, range(4)))
+
+
+@forking
+def test_a_step_may_use_torch_in_threads() -> None:
+    """A fork whose pool of threads is torn fails in one of three such steps."""
+    torch.ones(100_000).double()  # from here on torch has a pool, which is torn in a fork
+    assert {result.status for result in run(*[computes_in_threads] * 16)} == {"ok"}
 
 
 @forking
