@@ -48,7 +48,9 @@ class SpecControl:
         self._rested = 0  # rounds without drafts of all sequences of the held choice
         self._gone: list[int] = []
         self._timings: list[Timing] = []
-        self._policy_s = deque[float](maxlen=WINDOW)  # seconds of the policy's code in the last rounds with drafts
+        # Seconds of the policy's code in the last rounds with drafts: (without a choice, with one)
+        self._policy_s = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
+        self._chose = False  # whether the last plan made a choice
         self._drafted_last = False  # whether a model drafted in the last round that was learned from
         self._alike = SETTLING  # rounds in a row before it in which a model drafted, or none did, as in that one
         self._change = ChangeCost()
@@ -57,6 +59,7 @@ class SpecControl:
 
     def configure(self, config: PolicyConfig) -> None:
         self.config = config
+        self._longest_hold = 1  # rounds that a choice was used for
         self._policy = make_policy(config)
         self._drop_choice()
 
@@ -88,6 +91,10 @@ class SpecControl:
         """As HeldChoice.rest, of the last choice."""
         return None if self._held is None else self._held.rest(fixed, drafters)
 
+    def plain(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> Decision | None:
+        """As HeldChoice.plain, of the last choice: what `plan` would decide, without candidates."""
+        return None if self._held is None else self._held.plain(fixed, drafters)
+
     def rested(self, round_s: float) -> None:
         """A round of a rest has ended."""
         self._rested += 1
@@ -103,7 +110,8 @@ class SpecControl:
         if not candidates:
             return Decision([], [], [], [], 0.0, 0.0, 0.0)
         choosing = [c for c in candidates if c.fixed is None]
-        if self._held and self.keeps_choice([c.handle for c in candidates], [c.source for c in choosing]):
+        self._chose = not self.keeps_choice([c.handle for c in candidates], [c.source for c in choosing])
+        if self._held and not self._chose:
             self._held.rounds_left -= 1
             return self._held.decide(candidates, self.most)
         self._learn()
@@ -112,6 +120,7 @@ class SpecControl:
         observation = self._observation(candidates)
         self._since_choice = Tally()
         choice, self._budget = self._policy(observation, self._budget)
+        self._longest_hold = max(self._longest_hold, choice.holds)
         chosen = (shape for shape, fixed in zip(choice.shapes, observation.fixed, strict=True) if fixed < 0)
         self._tries_trees = any(chosen) and not self.cost.knows_trees
         self._held = self._hold(choice, observation, candidates)
@@ -149,7 +158,7 @@ class SpecControl:
 
     def spent(self, policy_s: float) -> None:
         """So many seconds of a step with drafts went into the policy's code."""
-        self._policy_s.append(policy_s)
+        self._policy_s[self._chose].append(policy_s)
 
     def forget(self, handle: int) -> None:
         """The sequence is gone. Idempotent."""
@@ -233,6 +242,10 @@ class SpecControl:
         return max(0.0, with_prompts - without)
 
     def _with_policy(self, cost: RoundCost) -> RoundCost:
-        """Choosing k and learning from drafts takes time, too. A rest takes none."""
-        policy_s = sum(self._policy_s) / max(1, len(self._policy_s))
+        """Choosing k and learning from drafts takes time, too. A rest takes none. Where drafts go on, the rounds of a
+        choice share its time; the first rounds with drafts, such as those of probes, each have a choice of their own."""
+        holding, choosing = self._policy_s
+        holding_s = sum(holding) / max(1, len(holding))
+        choosing_s = sum(choosing) / len(choosing) if choosing else holding_s
+        policy_s = holding_s + (choosing_s - holding_s) / self._longest_hold
         return replace(cost, drafting_s=cost.drafting_s + policy_s)

@@ -50,7 +50,7 @@ class HeldChoice:
     same_sequences: bool = True  # whether the round runs the sequences that it was made for
     accepted: int = 0  # drafts, in the rounds of these sequences
     expected: float = 0.0  # drafts that these rounds were predicted to accept
-    # of the last round of a rest: each sequence's handle and the k that its request asks for; the decision
+    # of the last round without drafts: each sequence's handle and the k that its request asks for; the decision
     _rest: tuple[list[tuple[int, int | None]], Decision] | None = None
 
     def suits(self, handles: Collection[int], drafters: Iterable[str | None]) -> bool:
@@ -73,6 +73,18 @@ class HeldChoice:
         self.rest_left -= 1
         if self.drafters is not None and not fixed.keys() <= self.places.keys():
             self.rest_left = min(self.rest_left, NEWCOMER_WAIT)
+        return self._without_drafts(fixed)
+
+    def plain(self, fixed: Mapping[int, int | None], drafters: Iterable[str | None]) -> Decision | None:
+        """The decision if it may be used for the next round, which has no drafts then, as in `rest`. What a decision
+        without drafts says does not depend on what candidates offer."""
+        drafting = self.newcomer_k or any(self.decision.ks) or any(fixed.values())
+        if self.rounds_left <= 0 or drafting or not self.suits(fixed, drafters):
+            return None
+        self.rounds_left -= 1
+        return self._without_drafts(fixed)
+
+    def _without_drafts(self, fixed: Mapping[int, int | None]) -> Decision:
         if list(fixed) == list(self.places):
             return self.decision
         asked = list(fixed.items())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policies import spec_length
-from policies.config import PolicyConfig
+from policies.config import PolicyConfig, PolicyName
 from policies.control import SpecControl
 from policies.held_choice import NEWCOMER_WAIT, HeldChoice
 from policies.observation import FEW, SETTLING, STALE, Drafted, Timing
@@ -252,6 +252,37 @@ def test_the_policys_own_time_is_a_cost_of_drafts(policy_s: float, drafts: bool)
     for _ in range(32):
         slow.spent(policy_s)
     assert (slow.plan([candidate()]).ks[0] > 0) == drafts
+
+
+@pytest.mark.parametrize(("name", "shared_by"), [("goodput", HOLDS), ("heuristic", 1)])
+def test_the_rounds_of_a_choice_share_its_time(name: PolicyName, shared_by: int) -> None:
+    """Each round of a probe may have a choice of its own. It says no less about rounds that go on with drafts."""
+    policy = SpecControl(PolicyConfig(name), DEPTH, timings())
+    play(policy, [False], 20)
+    before = policy._observation([candidate()]).cost.drafting_s
+    for chose, policy_s in ((False, 1e-4), (True, 3e-3), (True, 3e-3)):
+        policy._chose = chose
+        policy.spent(policy_s)
+    policy_s = policy._observation([candidate()]).cost.drafting_s - before
+    assert policy_s == pytest.approx(1e-4 + (3e-3 - 1e-4) / shared_by)
+
+
+def test_held_rounds_without_drafts_need_no_candidates() -> None:
+    """What is decided without them is what is decided with them."""
+    one, other = control(probe_share=0.0), control(probe_share=0.0)
+    for policy in (one, other):
+        while tire(policy).rounds_left < HOLDS - 1 or policy._budget.rounds < 2 * HOLDS:
+            play(policy, [False] * 4, 1)
+    assert one._held is not None
+    one._held.rest_left = 0
+    asked: dict[int, int | None] = {0: None, 1: 0, 2: None, 7: None}
+    without = other.plan([candidate(handle, fixed=k) for handle, k in asked.items()])
+    assert one.plain(asked, MODEL) == without
+    assert one._held.rounds_left == other._held.rounds_left == HOLDS - 2
+    assert one.plain({**asked, 1: 3}, MODEL) is None
+    assert one.plain(asked, [*MODEL[:3], "lookup"]) is None
+    one._held.rounds_left = 0
+    assert one.plain(asked, MODEL) is None
 
 
 @pytest.mark.parametrize("drafted", [lambda n: n % 2 == 0, lambda n: n < 20])
