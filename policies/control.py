@@ -11,7 +11,18 @@ from policies.config import PolicyConfig
 from policies.corrections import ChangeCost
 from policies.cost import CostModel, DraftCost
 from policies.held_choice import Decision, HeldChoice
-from policies.observation import SETTLING, WINDOW, Candidate, Choice, Drafted, Observation, RoundCost, Timing
+from policies.observation import (
+    NO_PROMPTS,
+    SETTLING,
+    WINDOW,
+    Candidate,
+    Choice,
+    Drafted,
+    Observation,
+    Prompts,
+    RoundCost,
+    Timing,
+)
 from policies.planner import expected_tokens, seconds
 from policies.spec_length import ProbeBudget, make_policy
 from policies.trees import cut
@@ -105,8 +116,8 @@ class SpecControl:
         """Whether the last choice serves the coming round of these sequences, whatever their drafters offer."""
         return self._held is not None and self._held.rounds_left > 0 and self._held.suits(handles, drafters)
 
-    def plan(self, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
-        """k for each candidate of a round whose pass reads about `prefill` tokens of prompts as well."""
+    def plan(self, candidates: Sequence[Candidate], prompts: Prompts = NO_PROMPTS) -> Decision:
+        """k for each candidate of a round whose pass reads prompts as well."""
         if not candidates:
             return Decision([], [], [], [], 0.0, 0.0, 0.0)
         choosing = [c for c in candidates if c.fixed is None]
@@ -117,7 +128,7 @@ class SpecControl:
         self._learn()
         if self._held is not None and (self._tries_trees or "probe" in self._held.decision.reasons):
             self.cost.refresh()  # these rounds were run to be learned from
-        observation = self._observation(candidates)
+        observation = self._observation(candidates, prompts)
         self._since_choice = Tally()
         choice, self._budget = self._policy(observation, self._budget)
         self._longest_hold = max(self._longest_hold, choice.holds)
@@ -125,7 +136,7 @@ class SpecControl:
         self._tries_trees = any(chosen) and not self.cost.knows_trees
         self._held = self._hold(choice, observation, candidates)
         drafts_s = seconds(observation, choice.ks, choice.shapes, amortised=False)
-        return replace(self._held.decision, seconds=self._prompts_s(len(candidates), prefill) + drafts_s)
+        return replace(self._held.decision, seconds=self._prompts_s(len(candidates), prompts.tokens) + drafts_s)
 
     def _hold(self, choice: Choice, observation: Observation, candidates: Sequence[Candidate]) -> HeldChoice:
         """The choice for the rounds behind the next one. They read neither its prompts nor its gaps."""
@@ -206,7 +217,7 @@ class SpecControl:
             usual_s = float(self.cost.round_cost(timing.batch, 0).seconds(0, 0, 0, 0))
             self._change.observe(timing.score_s + timing.host_s - usual_s)
 
-    def _observation(self, candidates: Sequence[Candidate]) -> Observation:
+    def _observation(self, candidates: Sequence[Candidate], prompts: Prompts = NO_PROMPTS) -> Observation:
         """What the policy sees.
 
         A choice is used for rounds with and without prompts. Therefore drafts are priced beside as many tokens of
@@ -218,6 +229,8 @@ class SpecControl:
         cost = self._with_policy(self.cost.round_cost(batch, prefill))
         cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, prefill))
         most, bounds = zip(*(c.limit(self.most) for c in candidates), strict=True)
+        doubles = prompts.sequences >= batch
+        horizon = [min(c.left, prompts.passes) if doubles else c.left for c in candidates]
         return Observation(
             fixed=np.array([-1 if c.fixed is None else limit for c, limit in zip(candidates, most, strict=True)]),
             limits=np.array(most),
@@ -225,7 +238,7 @@ class SpecControl:
             survival=self.estimator.survival(candidates),
             sibling_chances=self.estimator.sibling_chances(candidates, self.config.trees),
             gaps=np.array([c.gap for c in candidates]),
-            horizon=np.array([max(c.left, 1) for c in candidates]),
+            horizon=np.maximum(horizon, 1),
             cost=cost,
             alone=self._with_policy(self.cost.round_cost(1, 0)),
             change_s=self._change.seconds,
@@ -243,7 +256,7 @@ class SpecControl:
 
     def _with_policy(self, cost: RoundCost) -> RoundCost:
         """Choosing k and learning from drafts takes time, too. A rest takes none. Where drafts go on, the rounds of a
-        choice share its time; the first rounds with drafts, such as those of probes, each have a choice of their own."""
+        choice share its time. The first rounds with drafts, such as those of probes, have a choice each."""
         holding, choosing = self._policy_s
         holding_s = sum(holding) / max(1, len(holding))
         choosing_s = sum(choosing) / len(choosing) if choosing else holding_s

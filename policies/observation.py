@@ -56,6 +56,17 @@ class Candidate(NamedTuple):
         return most, "cache" if most < min(cap, user) else "cap" if most == cap else "user"
 
 
+class Prompts(NamedTuple):
+    """The prompts that are read beside decoding sequences."""
+
+    tokens: int = 0  # about so many in the coming pass
+    sequences: int = 0  # that decode once all are read
+    passes: int = 0  # until then
+
+
+NO_PROMPTS = Prompts()
+
+
 @dataclass(frozen=True, slots=True)
 class RoundCost:
     """Predicted seconds of one round of a given batch, as a function of what is drafted in it.
@@ -105,7 +116,9 @@ class Observation:
     # 0: the drafts may not branch
     sibling_chances: Floats
     gaps: Ints  # [B] as Candidate.gap
-    horizon: Ints  # [B] most rounds that are left, over which reading a gap pays off; at least 1
+    # [B] most rounds in which drafts go on, over which reading a gap pays off; at least 1. It ends where the batch
+    # doubles: nobody knows what is best then
+    horizon: Ints
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
     change_s: float  # seconds that drafts cost the rounds behind them, if these have none
