@@ -43,7 +43,7 @@ from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.cost import CostModel
 from policies.held_choice import Decision
-from policies.observation import Candidate, Drafted, Prompts, Timing
+from policies.observation import Candidate, Drafted, Prefill, Timing
 
 FIXED = (1, 2, 4, 8)
 REPLAYED: tuple[Spec, ...] = (0, *FIXED, "heuristic", "optimal", "goodput")
@@ -80,9 +80,9 @@ class Timed:
     def rested(self, round_s: float) -> None:
         self._control.rested(round_s)
 
-    def plan(self, candidates: Sequence[Candidate], prompts: Prompts) -> Decision:
+    def plan(self, candidates: Sequence[Candidate], prefill: Prefill) -> Decision:
         start = perf_counter_ns()
-        decision = self._control.plan(candidates, prompts)
+        decision = self._control.plan(candidates, prefill)
         self._ns.append(perf_counter_ns() - start)
         return decision
 

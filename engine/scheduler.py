@@ -15,13 +15,13 @@ from engine.sequence import Sequence, State
 from engine.trees import Parents
 from policies.config import Reason
 from policies.held_choice import Decision
-from policies.observation import Prompts
+from policies.observation import Prefill
 
 MIN_SHARED = 16  # tokens that two sequences must have in common for one to wait for, or share, the other's memory
 HEADROOM = 16  # positions per running sequence that an admission must leave free, or a preemption would soon undo it
 MAX_PREFILL_GROUPS = 4  # whose prompts share a pass: with more, all of them would get their first token late
 ChunkSize = Callable[[int], int]  # verified rows of a pass → prompt tokens allowed in the same pass
-ChooseK = Callable[[Seq[Sequence], Prompts], Decision]  # decoding sequences, prompts read beside them → their k
+ChooseK = Callable[[Seq[Sequence], Prefill], Decision]  # decoding sequences, prompts read beside them → their k
 
 
 class Slice(NamedTuple):
@@ -106,7 +106,7 @@ class Scheduler:
         preempted = self._reserve_next_tokens()
         unread = {s: self._target.uncached(s) for s in self.running}
         decoding = [s for s, count in unread.items() if count == 1]
-        expected = self._choose_k(decoding, self._expected_prompts(unread, len(decoding))) if decoding else None
+        expected = self._choose_k(decoding, self._expected_prefill(unread, len(decoding))) if decoding else None
         slices = self._decode_slices(decoding, expected) if expected else []
         rows = sum(s.committed + s.k for s in slices)
         budget = self._max_step_tokens - rows
@@ -151,12 +151,12 @@ class Scheduler:
         self.add(youngest)
         return youngest
 
-    def _expected_prompts(self, unread: Mapping[Sequence, int], rows: int) -> Prompts:
+    def _expected_prefill(self, unread: Mapping[Sequence, int], rows: int) -> Prefill:
         """What the pass will read about, beside so many verified rows. unread: tokens of each running sequence."""
         pending = [count for count in unread.values() if count > 1]
         pending += [len(s.tokens) for s in islice(self.waiting, self._max_running - len(self.running))]
         chunk = self._chunk(rows)
-        return Prompts(min(sum(pending), chunk), len(pending), ceil(sum(pending) / max(1, chunk)))
+        return Prefill(min(sum(pending), chunk), len(pending), ceil(sum(pending) / max(1, chunk)))
 
     def _decode_slices(self, decoding: Seq[Sequence], chosen: Decision) -> list[Slice]:
         """One slice per decoding sequence: its last token, and as many of its k drafts as there is memory for."""

@@ -13,7 +13,7 @@ from engine.speculation import FOR_TREES
 from engine.trees import Parents
 from policies.control import SpecControl
 from policies.held_choice import Decision
-from policies.observation import Candidate, Drafted, Prompts, Timing
+from policies.observation import Candidate, Drafted, Prefill, Timing
 
 
 class Speculator:
@@ -29,7 +29,7 @@ class Speculator:
         self._spent_ns = 0
         self._drafted = False  # whether the last round that was observed had drafts
 
-    def plan(self, decoding: Seq[Sequence], prompts: Prompts) -> Decision:
+    def plan(self, decoding: Seq[Sequence], prefill: Prefill) -> Decision:
         """k for sequences that decode in the coming round, whose pass also reads prompts.
 
         Each sequence must hold memory for one more token.
@@ -41,7 +41,7 @@ class Speculator:
         if (known := rest or self.control.plain(fixed, drafters)) is not None:
             return known
         most, choice_is_held = self.control.most, self.control.keeps_choice(fixed, drafters)
-        decision = self.control.plan([self._candidate(s, most, choice_is_held) for s in decoding], prompts)
+        decision = self.control.plan([self._candidate(s, most, choice_is_held) for s in decoding], prefill)
         self._spent_ns += perf_counter_ns() - started
         return decision
 

@@ -12,14 +12,14 @@ from policies.corrections import ChangeCost
 from policies.cost import CostModel, DraftCost
 from policies.held_choice import Decision, HeldChoice
 from policies.observation import (
-    NO_PROMPTS,
+    NO_PREFILL,
     SETTLING,
     WINDOW,
     Candidate,
     Choice,
     Drafted,
     Observation,
-    Prompts,
+    Prefill,
     RoundCost,
     Timing,
 )
@@ -62,6 +62,7 @@ class SpecControl:
         # Seconds of the policy's code in the last rounds with drafts: (without a choice, with one)
         self._policy_s = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
         self._chose = False  # whether the last plan made a choice
+        self._longest_hold = 1  # rounds for which a choice may be used at most
         self._drafted_last = False  # whether a model drafted in the last round that was learned from
         self._alike = SETTLING  # rounds in a row before it in which a model drafted, or none did, as in that one
         self._change = ChangeCost()
@@ -70,7 +71,6 @@ class SpecControl:
 
     def configure(self, config: PolicyConfig) -> None:
         self.config = config
-        self._longest_hold = 1  # rounds that a choice was used for
         self._policy = make_policy(config)
         self._drop_choice()
 
@@ -116,7 +116,7 @@ class SpecControl:
         """Whether the last choice serves the coming round of these sequences, whatever their drafters offer."""
         return self._held is not None and self._held.rounds_left > 0 and self._held.suits(handles, drafters)
 
-    def plan(self, candidates: Sequence[Candidate], prompts: Prompts = NO_PROMPTS) -> Decision:
+    def plan(self, candidates: Sequence[Candidate], prefill: Prefill = NO_PREFILL) -> Decision:
         """k for each candidate of a round whose pass reads prompts as well."""
         if not candidates:
             return Decision([], [], [], [], 0.0, 0.0, 0.0)
@@ -128,7 +128,7 @@ class SpecControl:
         self._learn()
         if self._held is not None and (self._tries_trees or "probe" in self._held.decision.reasons):
             self.cost.refresh()  # these rounds were run to be learned from
-        observation = self._observation(candidates, prompts)
+        observation = self._observation(candidates, prefill)
         self._since_choice = Tally()
         choice, self._budget = self._policy(observation, self._budget)
         self._longest_hold = max(self._longest_hold, choice.holds)
@@ -136,7 +136,7 @@ class SpecControl:
         self._tries_trees = any(chosen) and not self.cost.knows_trees
         self._held = self._hold(choice, observation, candidates)
         drafts_s = seconds(observation, choice.ks, choice.shapes, amortised=False)
-        return replace(self._held.decision, seconds=self._prompts_s(len(candidates), prompts.tokens) + drafts_s)
+        return replace(self._held.decision, seconds=self._prompts_s(len(candidates), prefill.tokens) + drafts_s)
 
     def _hold(self, choice: Choice, observation: Observation, candidates: Sequence[Candidate]) -> HeldChoice:
         """The choice for the rounds behind the next one. They read neither its prompts nor its gaps."""
@@ -217,7 +217,7 @@ class SpecControl:
             usual_s = float(self.cost.round_cost(timing.batch, 0).seconds(0, 0, 0, 0))
             self._change.observe(timing.score_s + timing.host_s - usual_s)
 
-    def _observation(self, candidates: Sequence[Candidate], prompts: Prompts = NO_PROMPTS) -> Observation:
+    def _observation(self, candidates: Sequence[Candidate], prefill: Prefill = NO_PREFILL) -> Observation:
         """What the policy sees.
 
         A choice is used for rounds with and without prompts. Therefore drafts are priced beside as many tokens of
@@ -225,12 +225,12 @@ class SpecControl:
         are read whatever is drafted beside them: they would make the round look slow and drafts in it cheap.
         """
         since, counted = self._since_choice, max(1, self._since_choice.rounds)
-        batch, prefill = len(candidates), round(since.prefill / counted)
-        cost = self._with_policy(self.cost.round_cost(batch, prefill))
-        cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, prefill))
+        batch, read = len(candidates), round(since.prefill / counted)
+        cost = self._with_policy(self.cost.round_cost(batch, read))
+        cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, read))
         most, bounds = zip(*(c.limit(self.most) for c in candidates), strict=True)
-        doubles = prompts.sequences >= batch
-        horizon = [min(c.left, prompts.passes) if doubles else c.left for c in candidates]
+        doubles = prefill.sequences >= batch
+        horizon = [min(c.left, prefill.passes) if doubles else c.left for c in candidates]
         return Observation(
             fixed=np.array([-1 if c.fixed is None else limit for c, limit in zip(candidates, most, strict=True)]),
             limits=np.array(most),

@@ -56,7 +56,7 @@ class Candidate(NamedTuple):
         return most, "cache" if most < min(cap, user) else "cap" if most == cap else "user"
 
 
-class Prompts(NamedTuple):
+class Prefill(NamedTuple):
     """The prompts that are read beside decoding sequences."""
 
     tokens: int = 0  # about so many in the coming pass
@@ -64,7 +64,7 @@ class Prompts(NamedTuple):
     passes: int = 0  # until then
 
 
-NO_PROMPTS = Prompts()
+NO_PREFILL = Prefill()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.cost import CostModel
 from policies.held_choice import Decision
-from policies.observation import NO_PROMPTS, Candidate, Drafted, Floats, Prompts, RoundCost, Timing
+from policies.observation import NO_PREFILL, Candidate, Drafted, Floats, Prefill, RoundCost, Timing
 from policies.planner import plan, seconds
 
 
@@ -28,15 +28,15 @@ class Clairvoyant(SpecControl):
         self.estimator = _TrueChances(world, depth, bits)
         self.cost = _TrueCost(world, depth)
 
-    def plan(self, candidates: Sequence[Candidate], prompts: Prompts = NO_PROMPTS) -> Decision:
+    def plan(self, candidates: Sequence[Candidate], prefill: Prefill = NO_PREFILL) -> Decision:
         observation = self._observation(candidates)
-        if prompts.tokens:
+        if prefill.tokens:
             usual = plan(observation)
             observation = replace(observation, horizon=np.where(usual.ks > 0, observation.horizon, 1))
         best = plan(observation)
         alphas = observation.survival[:, 0].tolist()
         best_s = seconds(observation, best.ks, best.shapes, amortised=False) + self._prompts_s(
-            len(candidates), prompts.tokens
+            len(candidates), prefill.tokens
         )
         return Decision(best.ks.tolist(), list(best.shapes), ["policy"] * len(alphas), alphas, 0.0, best_s, best.tokens)
 

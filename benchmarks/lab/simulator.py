@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from engine.trees import ROOT, Parents, fates, ranks
 from policies.held_choice import Decision
-from policies.observation import Candidate, Drafted, Prompts, RoundCost, Timing
+from policies.observation import Candidate, Drafted, Prefill, RoundCost, Timing
 from policies.trees import depths_of, measure
 
 MODEL = "model"  # the source whose drafts cost forwards of a model
@@ -64,7 +64,7 @@ class Controller(Protocol):
 
     def rest(self, fixed: Mapping[int, int | None], drafters: Sequence[str | None]) -> Decision | None: ...
     def rested(self, round_s: float) -> None: ...
-    def plan(self, candidates: Sequence[Candidate], prompts: Prompts) -> Decision: ...
+    def plan(self, candidates: Sequence[Candidate], prefill: Prefill) -> Decision: ...
     def observe(self, timing: Timing, drafted: Sequence[Drafted], idle: Iterable[int]) -> None: ...
     def forget(self, handle: int) -> None: ...
 
@@ -181,8 +181,8 @@ class World:
         if decoding:
             candidates = [running.candidate() for running in decoding]
             rest = control.rest({c.handle: c.fixed for c in candidates}, [c.source for c in candidates])
-            prompts = Prompts(sum(running.job.prompt for running in joining), len(joining), 1)
-            decision = rest or control.plan(candidates, prompts)
+            prefill = Prefill(sum(running.job.prompt for running in joining), len(joining), 1)
+            decision = rest or control.plan(candidates, prefill)
         if decision.confidence:
             raise ValueError("a policy that cuts drafts by their confidence cannot be simulated")
         alphas = [self.alpha(running.handle) for running in decoding]

@@ -18,7 +18,7 @@ from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from policies.config import PolicyConfig
 from policies.held_choice import Decision
-from policies.observation import Prompts
+from policies.observation import Prefill
 from tests.engine.driving import drive, load
 from tests.engine.pairs import Pair
 from tests.kv import without_prefixes
@@ -64,31 +64,31 @@ def test_a_sequence_for_which_no_token_is_left_holds_no_memory(engine: Engine) -
 def test_prompts_are_expected_of_those_for_whom_there_is_a_place(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected: list[Prompts] = []
+    expected: list[Prefill] = []
     choose = engine.scheduler._choose_k
 
-    def spy(decoding: Seq[Sequence], prompts: Prompts) -> Decision:
-        expected.append(prompts)
-        return choose(decoding, prompts)
+    def spy(decoding: Seq[Sequence], prefill: Prefill) -> Decision:
+        expected.append(prefill)
+        return choose(decoding, prefill)
 
     monkeypatch.setattr(engine.scheduler, "_choose_k", spy)
     for name, length in (("a", 1), ("b", 1), ("c", 1), ("d", 3), ("e", 4)):
         submit(engine, name, length, k=0)
     for _ in range(3):
         engine.step()
-    assert set(expected) == {Prompts()}
+    assert set(expected) == {Prefill()}
     engine.cancel("a")
     engine.step()
-    assert expected[-1] == Prompts(tokens=3, sequences=1, passes=1)
+    assert expected[-1] == Prefill(tokens=3, sequences=1, passes=1)
 
 
 def test_a_long_prompt_is_expected_to_take_several_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected: list[Prompts] = []
+    expected: list[Prefill] = []
     choose = engine.scheduler._choose_k
 
-    def spy(decoding: Seq[Sequence], prompts: Prompts) -> Decision:
-        expected.append(prompts)
-        return choose(decoding, prompts)
+    def spy(decoding: Seq[Sequence], prefill: Prefill) -> Decision:
+        expected.append(prefill)
+        return choose(decoding, prefill)
 
     monkeypatch.setattr(engine.scheduler, "_choose_k", spy)
     monkeypatch.setattr(engine.scheduler, "_chunk", lambda rows: 4)
@@ -97,7 +97,7 @@ def test_a_long_prompt_is_expected_to_take_several_passes(engine: Engine, monkey
     submit(engine, "b", 9, k=0)
     engine.step()
     engine.step()
-    assert expected[-2:] == [Prompts(tokens=4, sequences=1, passes=3), Prompts(tokens=4, sequences=1, passes=2)]
+    assert expected[-2:] == [Prefill(tokens=4, sequences=1, passes=3), Prefill(tokens=4, sequences=1, passes=2)]
 
 
 def test_without_drafts(engine: Engine) -> None:

@@ -22,7 +22,7 @@ from engine.types import InvalidRequest, Request, RequestRecord, SamplingParams,
 from policies.config import REASONS, PolicyConfig, Reason
 from policies.cost import CostModel
 from policies.held_choice import Decision, HeldChoice
-from policies.observation import Candidate, Drafted, Prompts, RoundCost, Timing
+from policies.observation import Candidate, Drafted, Prefill, RoundCost, Timing
 from tests.engine.driving import Drive, drive, load, model_drafter
 from tests.engine.fresh import memory
 from tests.engine.pairs import Pair
@@ -149,7 +149,7 @@ def test_the_policy_names_memory_as_its_reason(pair: Pair, monkeypatch: pytest.M
     assert len(sequences) == 2
     for room, ks, reasons_of_both in ((100, (3, 3), {"policy", "user"}), (2, (1, 1), {"cache"})):
         monkeypatch.setattr(engine.target.cache, "room", lambda handle, room=room: room)
-        decision = engine.speculator.plan(sequences, Prompts())
+        decision = engine.speculator.plan(sequences, Prefill())
         assert tuple(decision.ks) == ks
         assert set(decision.reasons) == reasons_of_both
     monkeypatch.undo()
@@ -189,9 +189,9 @@ def test_the_policy_sees_what_there_is(pair: Pair, monkeypatch: pytest.MonkeyPat
     seen: list[list[Candidate]] = []
     plan = engine.speculator.control.plan
 
-    def spy(candidates: Seq[Candidate], prompts: Prompts) -> Decision:
+    def spy(candidates: Seq[Candidate], prefill: Prefill) -> Decision:
         seen.append(list(candidates))
-        return plan(candidates, prompts)
+        return plan(candidates, prefill)
 
     monkeypatch.setattr(engine.speculator.control, "plan", spy)
     short = replace(PARAMS, max_tokens=3, temperature=0.0)
@@ -363,9 +363,9 @@ def test_a_rest_runs_no_policy_code(pair: Pair, name: str, asked: bool, monkeypa
     monkeypatch.setattr(control, "observe", lambda *_: calls.append("observe"))
     plan = control.plan
 
-    def asked_to_plan(candidates: Seq[Candidate], prompts: Prompts) -> Decision:
+    def asked_to_plan(candidates: Seq[Candidate], prefill: Prefill) -> Decision:
         calls.append("plan")
-        return plan(candidates, prompts)
+        return plan(candidates, prefill)
 
     monkeypatch.setattr(control, "plan", asked_to_plan)
     run = drive(engine, prompts, after_step=lambda: calls.clear() if engine.steps == 2 else None)

@@ -7,7 +7,7 @@ import pytest
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.held_choice import Decision, HeldChoice
-from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, Prompts, Timing
+from policies.observation import WINDOW, Candidate, Choice, Drafted, Observation, Prefill, Timing
 from policies.spec_length import HOLDS, ProbeBudget
 
 DEPTH = 8
@@ -55,7 +55,7 @@ def play(policy: SpecControl, good: Sequence[bool], rounds: int) -> list[list[in
 def anew(policy: SpecControl, candidates: Sequence[Candidate], prefill: int = 0) -> Decision:
     """By a new choice, not by one that is still held."""
     policy.configure(policy.config)
-    return policy.plan(candidates, Prompts(prefill))
+    return policy.plan(candidates, Prefill(prefill))
 
 
 @pytest.mark.parametrize(
@@ -339,25 +339,25 @@ def test_expectations_are_of_those_for_whom_they_were_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "drafts"),
+    ("prefill", "drafts"),
     [
-        (Prompts(), True),
-        (Prompts(tokens=8, sequences=1, passes=1), True),  # the choice goes on for three
-        (Prompts(tokens=8, sequences=2, passes=1), False),
-        (Prompts(tokens=8, sequences=2, passes=100), True),
+        (Prefill(), True),
+        (Prefill(tokens=8, sequences=1, passes=1), True),  # the choice goes on for three
+        (Prefill(tokens=8, sequences=2, passes=1), False),
+        (Prefill(tokens=8, sequences=2, passes=100), True),
     ],
 )
-def test_a_gap_must_pay_until_the_batch_doubles(prompts: Prompts, drafts: bool) -> None:
+def test_a_gap_must_pay_until_the_batch_doubles(prefill: Prefill, drafts: bool) -> None:
     reading = [Timing(b, b, 1, 0, 1, 64 * b, 1e-4 + 64e-5 * b, 1e-3 + 4e-5 * b, 0.0) for b in (1, 2, 4, 8)]
     policy = SpecControl(PolicyConfig(), DEPTH, [*timings(), *reading])
-    assert any(policy.plan([candidate(n, gap=300) for n in range(2)], prompts).ks) == drafts
+    assert any(policy.plan([candidate(n, gap=300) for n in range(2)], prefill).ks) == drafts
 
 
 @pytest.mark.parametrize(("gap", "prefill"), [(400, 0), (1, 4_000)])
 def test_a_choice_that_is_used_again_expects_neither_prompts_nor_gaps(gap: int, prefill: int) -> None:
     reading = [Timing(b, b, 1, 0, 1, 64 * b, 1e-4 + 64e-5 * b, 1e-3 + 4e-5 * b, 0.0) for b in (1, 2, 4, 8)]
     policy = SpecControl(PolicyConfig("fixed", k=4), DEPTH, [*timings(), *reading])
-    first = policy.plan([candidate(gap=gap)], Prompts(prefill))
+    first = policy.plan([candidate(gap=gap)], Prefill(prefill))
     again = policy.plan([candidate()])
     usual = anew(policy, [candidate()], 0).seconds
     assert first.seconds > 2 * usual

@@ -11,7 +11,7 @@ from policies import spec_length
 from policies.config import PolicyConfig, PolicyName
 from policies.control import SpecControl
 from policies.held_choice import NEWCOMER_WAIT, HeldChoice
-from policies.observation import FEW, SETTLING, STALE, Drafted, Prompts, Timing
+from policies.observation import FEW, SETTLING, STALE, Drafted, Prefill, Timing
 from policies.spec_length import HOLDS, LONGEST_REST, ProbeBudget, make_policy
 from tests.policies.observing import observe
 from tests.policies.test_control import DEPTH, candidate, control, play, timings
@@ -205,7 +205,7 @@ def served(policy: SpecControl, plain_s: float, draft_s: float, rounds: int, pro
             policy.rested(plain_s)
             ks.append(0)
             continue
-        k = policy.plan([candidate()], Prompts(prefill)).ks[0]
+        k = policy.plan([candidate()], Prefill(prefill)).ks[0]
         accepted = min(k, int(random.geometric(0.5)) - 1)
         score_s = plain_s + prefill * 5e-5 + k * (draft_s - 1e-4)
         timing = Timing(1, k, k, prefill, k, k, k * 1e-4, score_s, 0.0)

@@ -27,7 +27,7 @@ from engine.trees import ROOT, chain
 from policies.config import PolicyConfig
 from policies.control import SpecControl
 from policies.held_choice import Decision
-from policies.observation import Candidate, Drafted, Prompts, RoundCost, Timing
+from policies.observation import Candidate, Drafted, Prefill, RoundCost, Timing
 from tests.examples import usual_and_proofs
 
 DEPTH = 8
@@ -53,9 +53,9 @@ class Script:
     def rested(self, round_s: float) -> None:
         raise AssertionError("it never rests")
 
-    def plan(self, candidates: Sequence[Candidate], prompts: Prompts) -> Decision:
+    def plan(self, candidates: Sequence[Candidate], prefill: Prefill) -> Decision:
         self.candidates.append(list(candidates))
-        self.prefills.append(prompts.tokens)
+        self.prefills.append(prefill.tokens)
         k = next(self.ks)
         ks = [min(k, c.left) for c in candidates]
         return Decision(
@@ -151,8 +151,8 @@ def test_a_rest_asks_for_no_choice_and_is_not_observed() -> None:
 class Mixed(Script):
     """Chains of k drafts, and for the last sequence a tree of two such chains."""
 
-    def plan(self, candidates: Sequence[Candidate], prompts: Prompts) -> Decision:
-        decision = super().plan(candidates, prompts)
+    def plan(self, candidates: Sequence[Candidate], prefill: Prefill) -> Decision:
+        decision = super().plan(candidates, prefill)
         k = decision.ks[-1]
         decision.ks[-1], decision.shapes[-1] = 2 * k, (*chain(k), ROOT, *range(k, 2 * k - 1))
         return decision
@@ -238,8 +238,8 @@ def test_a_tree_is_walked_by_the_ranks_of_what_is_right() -> None:
     job = Job((0,) * 8, (0.5,) * 8, 8, 8, prompt=5, ranks=(9, 1, 0, 9, 9, 0, 1, 0))
 
     class Trees(Script):
-        def plan(self, candidates: Sequence[Candidate], prompts: Prompts) -> Decision:
-            return replace(super().plan(candidates, prompts), ks=[len(tree)], shapes=[tree])
+        def plan(self, candidates: Sequence[Candidate], prefill: Prefill) -> Decision:
+            return replace(super().plan(candidates, prefill), ks=[len(tree)], shapes=[tree])
 
     script = Trees(forever(0))
     done = rounds(World([job], partial(slow_trees, DEPTH)), script)
