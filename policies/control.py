@@ -242,7 +242,6 @@ class SpecControl:
             cost=cost,
             alone=self._with_policy(self.cost.round_cost(1, 0)),
             change_s=self._change.seconds,
-            choice_s=self._policy_seconds()[1],
             trees=tuple(cut(c.tree, limit) for c, limit in zip(candidates, most, strict=True)),
             held=self._held.planned(candidates, self.most) if self._held is not None else None,
             last=tuple(self._last.get(c.handle) for c in candidates),
@@ -258,12 +257,8 @@ class SpecControl:
     def _with_policy(self, cost: RoundCost) -> RoundCost:
         """Choosing k and learning from drafts takes time, too. A rest takes none. Where drafts go on, the rounds of a
         choice share its time. The first rounds with drafts, such as those of probes, have a choice each."""
-        holding_s, choosing_s = self._policy_seconds()
-        policy_s = holding_s + (choosing_s - holding_s) / self._longest_hold
-        return replace(cost, drafting_s=cost.drafting_s + policy_s)
-
-    def _policy_seconds(self) -> tuple[float, float]:
-        """Mean seconds of the policy's code in a round with drafts: (without a choice, with one)."""
         holding, choosing = self._policy_s
         holding_s = sum(holding) / max(1, len(holding))
-        return holding_s, sum(choosing) / len(choosing) if choosing else holding_s
+        choosing_s = sum(choosing) / len(choosing) if choosing else holding_s
+        policy_s = holding_s + (choosing_s - holding_s) / self._longest_hold
+        return replace(cost, drafting_s=cost.drafting_s + policy_s)

@@ -122,7 +122,6 @@ class Observation:
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts
     change_s: float  # seconds that drafts cost the rounds behind them, if these have none
-    choice_s: float  # seconds of the policy's code in a round with a choice
     trees: Shapes  # [B] that requests fixed, within their limits
     held: tuple[Ints, Shapes] | None  # [B] drafts of the last plan, within the limits; None: it was for other sequences
     # [B] (drafted, accepted) of each one's last round with drafts; a tree with a whole path accepted counts as accepted

@@ -22,7 +22,6 @@ LASTING = 2 * HOLDS  # rounds with drafts over which the cost of the next change
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
 LONGEST_REST = 4 * PROBE_EVERY  # rounds until the next choice at most: loads and prices change unseen meanwhile
 PROBE_K = 4  # drafts of a probe in a round: its first ones say most
-PROBE_CHOICES = 2  # choices behind a probe before the next rest
 PROBE_ROUNDS = 2  # of a probe: what the draft model has to read first is read once, and costs the most
 
 
@@ -146,10 +145,7 @@ class Goodput:
         return Choice(ks, reasons, best.shapes, holds=holds, surprises=True, newcomer_k=newcomer_k, rests=rests), budget
 
     def _probe(self, observation: Observation, best: Allocation, place: int) -> tuple[Ints, float]:
-        """([B] drafts of a probe with this sequence in each round, the seconds by which they lengthen the rounds).
-
-        Where nothing else is drafted, the probe interrupts a rest.
-        """
+        """([B] drafts of a probe with this sequence in each round, the seconds by which they lengthen the rounds)."""
         probe = best.ks.copy()
         probe[place] = min(PROBE_K, int(observation.limits[place]))
 
@@ -158,8 +154,7 @@ class Goodput:
             return max(0.0, seconds(observation, probe, best.shapes, amortised) - without)
 
         cost_s = longer(amortised=False) + (PROBE_ROUNDS - 1) * longer(amortised=True)
-        rest_s = observation.change_s + PROBE_CHOICES * observation.choice_s
-        return probe, cost_s + (0.0 if best.ks.any() else rest_s)
+        return probe, cost_s + (0.0 if best.ks.any() else observation.change_s)
 
     def _plan(self, observation: Observation) -> Allocation:
         last = fixed_drafts_only(observation)

@@ -42,7 +42,6 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
         "cost": cost,
         "alone": machine(),
         "change_s": 0.0,
-        "choice_s": 0.0,
         "trees": (None,) * batch,
         "held": None,
         "last": (None,) * batch,
