@@ -152,11 +152,14 @@ class Scheduler:
         return youngest
 
     def _expected_prefill(self, unread: Mapping[Sequence, int], rows: int) -> Prefill:
-        """What the pass will read about, beside so many verified rows. unread: tokens of each running sequence."""
-        pending = [count for count in unread.values() if count > 1]
-        pending += [len(s.tokens) for s in islice(self.waiting, self._max_running - len(self.running))]
+        """The prompts to expect in this pass, beside so many verified rows, and in the next ones.
+
+        unread: tokens of each running sequence. One that waits may wait for long, so it is not expected to decode.
+        """
+        begun = [count for count in unread.values() if count > 1]
+        waiting = sum(len(s.tokens) for s in islice(self.waiting, self._max_running - len(self.running)))
         chunk = self._chunk(rows)
-        return Prefill(min(sum(pending), chunk), len(pending), ceil(sum(pending) / max(1, chunk)))
+        return Prefill(min(sum(begun) + waiting, chunk), len(begun), ceil(sum(begun) / chunk) if begun else 0)
 
     def _decode_slices(self, decoding: Seq[Sequence], chosen: Decision) -> list[Slice]:
         """One slice per decoding sequence: its last token, and as many of its k drafts as there is memory for."""

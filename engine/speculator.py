@@ -37,11 +37,13 @@ class Speculator:
         fixed, drafters = {s.handle: s.k for s in decoding}, [s.drafter for s in decoding]
         rest = self.control.rest(fixed, drafters)
         self._resting = rest is not None
+        if rest is not None:
+            return rest
         started = perf_counter_ns()
-        if (known := rest or self.control.plain(fixed, drafters)) is not None:
-            return known
-        most, choice_is_held = self.control.most, self.control.keeps_choice(fixed, drafters)
-        decision = self.control.plan([self._candidate(s, most, choice_is_held) for s in decoding], prefill)
+        decision = self.control.plain(fixed, drafters)
+        if decision is None:
+            most, choice_is_held = self.control.most, self.control.keeps_choice(fixed, drafters)
+            decision = self.control.plan([self._candidate(s, most, choice_is_held) for s in decoding], prefill)
         self._spent_ns += perf_counter_ns() - started
         return decision
 

@@ -12,6 +12,7 @@ from policies.corrections import ChangeCost
 from policies.cost import CostModel, DraftCost
 from policies.held_choice import Decision, HeldChoice
 from policies.observation import (
+    FEW,
     NO_PREFILL,
     SETTLING,
     WINDOW,
@@ -24,7 +25,7 @@ from policies.observation import (
     Timing,
 )
 from policies.planner import expected_tokens, seconds
-from policies.spec_length import ProbeBudget, make_policy
+from policies.spec_length import HOLDS, ProbeBudget, make_policy
 from policies.trees import cut
 
 
@@ -59,10 +60,11 @@ class SpecControl:
         self._rested = 0  # rounds without drafts of all sequences of the held choice
         self._gone: list[int] = []
         self._timings: list[Timing] = []
-        # Seconds of the policy's code in the last rounds with drafts: (without a choice, with one)
-        self._policy_s = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
+        # Seconds of the policy's code in the last rounds with drafts:
+        self._holding_s = deque[float](maxlen=WINDOW)  # that used an earlier choice
+        self._choosing_s = deque[float](maxlen=WINDOW)  # that had one of their own
         self._chose = False  # whether the last plan made a choice
-        self._longest_hold = 1  # rounds for which a choice may be used at most
+        self._holds = deque[int]([HOLDS], maxlen=FEW)  # rounds that the last choices of drafts might be used for
         self._drafted_last = False  # whether a model drafted in the last round that was learned from
         self._alike = SETTLING  # rounds in a row before it in which a model drafted, or none did, as in that one
         self._change = ChangeCost()
@@ -117,7 +119,8 @@ class SpecControl:
         return self._held is not None and self._held.rounds_left > 0 and self._held.suits(handles, drafters)
 
     def plan(self, candidates: Sequence[Candidate], prefill: Prefill = NO_PREFILL) -> Decision:
-        """k for each candidate of a round whose pass reads prompts as well."""
+        """k for each candidate of a round whose pass reads prompts as well. A choice ends where they double the
+        batch."""
         if not candidates:
             return Decision([], [], [], [], 0.0, 0.0, 0.0)
         choosing = [c for c in candidates if c.fixed is None]
@@ -128,13 +131,17 @@ class SpecControl:
         self._learn()
         if self._held is not None and (self._tries_trees or "probe" in self._held.decision.reasons):
             self.cost.refresh()  # these rounds were run to be learned from
-        observation = self._observation(candidates, prefill)
+        soon = prefill.passes if self.most and prefill.sequences >= len(candidates) else None
+        observation = self._observation(candidates, soon)
         self._since_choice = Tally()
         choice, self._budget = self._policy(observation, self._budget)
-        self._longest_hold = max(self._longest_hold, choice.holds)
         chosen = (shape for shape, fixed in zip(choice.shapes, observation.fixed, strict=True) if fixed < 0)
         self._tries_trees = any(chosen) and not self.cost.knows_trees
         self._held = self._hold(choice, observation, candidates)
+        if soon is not None:
+            self._held.rounds_left, self._held.rest_left = min(self._held.rounds_left, soon - 1), 0
+        if choice.ks.any():
+            self._holds.append(1 + self._held.rounds_left)
         drafts_s = seconds(observation, choice.ks, choice.shapes, amortised=False)
         return replace(self._held.decision, seconds=self._prompts_s(len(candidates), prefill.tokens) + drafts_s)
 
@@ -169,7 +176,7 @@ class SpecControl:
 
     def spent(self, policy_s: float) -> None:
         """So many seconds of a step with drafts went into the policy's code."""
-        self._policy_s[self._chose].append(policy_s)
+        (self._choosing_s if self._chose else self._holding_s).append(policy_s)
 
     def forget(self, handle: int) -> None:
         """The sequence is gone. Idempotent."""
@@ -217,8 +224,8 @@ class SpecControl:
             usual_s = float(self.cost.round_cost(timing.batch, 0).seconds(0, 0, 0, 0))
             self._change.observe(timing.score_s + timing.host_s - usual_s)
 
-    def _observation(self, candidates: Sequence[Candidate], prefill: Prefill = NO_PREFILL) -> Observation:
-        """What the policy sees.
+    def _observation(self, candidates: Sequence[Candidate], soon: int | None = None) -> Observation:
+        """What the policy sees. soon: rounds until the batch doubles; None: nothing tells that it will.
 
         A choice is used for rounds with and without prompts. Therefore drafts are priced beside as many tokens of
         prompts as a round had in the mean since the last choice. The prompts' own seconds are left out, because prompts
@@ -229,8 +236,7 @@ class SpecControl:
         cost = self._with_policy(self.cost.round_cost(batch, read))
         cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, read))
         most, bounds = zip(*(c.limit(self.most) for c in candidates), strict=True)
-        doubles = prefill.sequences >= batch
-        horizon = [min(c.left, prefill.passes) if doubles else c.left for c in candidates]
+        left = np.array([max(c.left, 1) for c in candidates])
         return Observation(
             fixed=np.array([-1 if c.fixed is None else limit for c, limit in zip(candidates, most, strict=True)]),
             limits=np.array(most),
@@ -238,7 +244,8 @@ class SpecControl:
             survival=self.estimator.survival(candidates),
             sibling_chances=self.estimator.sibling_chances(candidates, self.config.trees),
             gaps=np.array([c.gap for c in candidates]),
-            horizon=np.maximum(horizon, 1),
+            left=left,
+            horizon=left if soon is None else np.minimum(left, soon),
             cost=cost,
             alone=self._with_policy(self.cost.round_cost(1, 0)),
             change_s=self._change.seconds,
@@ -255,10 +262,9 @@ class SpecControl:
         return max(0.0, with_prompts - without)
 
     def _with_policy(self, cost: RoundCost) -> RoundCost:
-        """Choosing k and learning from drafts takes time, too. A rest takes none. Where drafts go on, the rounds of a
-        choice share its time. The first rounds with drafts, such as those of probes, have a choice each."""
-        holding, choosing = self._policy_s
-        holding_s = sum(holding) / max(1, len(holding))
-        choosing_s = sum(choosing) / len(choosing) if choosing else holding_s
-        policy_s = holding_s + (choosing_s - holding_s) / self._longest_hold
+        """Choosing k and learning from drafts takes time, too. A rest takes none. Drafts are priced as if each choice
+        served as many rounds as it may: where drafts go on it does. A probe's serves two."""
+        holding_s = sum(self._holding_s) / max(1, len(self._holding_s))
+        choosing_s = sum(self._choosing_s) / len(self._choosing_s) if self._choosing_s else holding_s
+        policy_s = holding_s + (choosing_s - holding_s) / max(self._holds)
         return replace(cost, drafting_s=cost.drafting_s + policy_s)

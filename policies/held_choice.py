@@ -1,7 +1,8 @@
 """A choice that is used for more than one round.
 
 Choosing anew takes a few percent of a round with few sequences, and so does learning from one. In a rest, in which
-nobody drafts, rounds are only counted and timed.
+nobody drafts, rounds are only counted and timed. Other rounds without drafts are observed, but nobody is asked what
+could be drafted.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -51,7 +52,7 @@ class HeldChoice:
     accepted: int = 0  # drafts, in the rounds of these sequences
     expected: float = 0.0  # drafts that these rounds were predicted to accept
     # of the last round without drafts: each sequence's handle and the k that its request asks for; the decision
-    _rest: tuple[list[tuple[int, int | None]], Decision] | None = None
+    _plain: tuple[list[tuple[int, int | None]], Decision] | None = None
 
     def suits(self, handles: Collection[int], drafters: Iterable[str | None]) -> bool:
         """Whether it may be used for these sequences: it was made for most of them, half of its own are left, and none
@@ -76,8 +77,10 @@ class HeldChoice:
         return self._without_drafts(fixed)
 
     def plain(self, fixed: Mapping[int, int | None], drafters: Iterable[str | None]) -> Decision | None:
-        """The decision if it may be used for the next round, which has no drafts then, as in `rest`. What a decision
-        without drafts says does not depend on what candidates offer."""
+        """The decision if it has no drafts and may be used for the next round; this takes the round from it.
+
+        Such a decision does not depend on what the sequences' drafters offer.
+        """
         drafting = self.newcomer_k or any(self.decision.ks) or any(fixed.values())
         if self.rounds_left <= 0 or drafting or not self.suits(fixed, drafters):
             return None
@@ -85,12 +88,13 @@ class HeldChoice:
         return self._without_drafts(fixed)
 
     def _without_drafts(self, fixed: Mapping[int, int | None]) -> Decision:
+        self.same_sequences = fixed.keys() == self.places.keys()
         if list(fixed) == list(self.places):
             return self.decision
         asked = list(fixed.items())
-        if self._rest is None or self._rest[0] != asked:
-            self._rest = asked, self.decide([Candidate(handle, k) for handle, k in asked], 0)
-        return self._rest[1]
+        if self._plain is None or self._plain[0] != asked:
+            self._plain = asked, self.decide([Candidate(handle, k) for handle, k in asked], 0)
+        return self._plain[1]
 
     def decide(self, candidates: Sequence[Candidate], policy_most: int) -> Decision:
         """The decision for those candidates, within their present limits. policy_most: as in Candidate.limit."""

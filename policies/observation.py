@@ -59,9 +59,9 @@ class Candidate(NamedTuple):
 class Prefill(NamedTuple):
     """The prompts that are read beside decoding sequences."""
 
-    tokens: int = 0  # about so many in the coming pass
-    sequences: int = 0  # that decode once all are read
-    passes: int = 0  # until then
+    tokens: int = 0  # that the coming pass reads about
+    sequences: int = 0  # whose prompts have memory, and decode after them
+    passes: int = 0  # until the prompts of these are read
 
 
 NO_PREFILL = Prefill()
@@ -116,8 +116,9 @@ class Observation:
     # 0: the drafts may not branch
     sibling_chances: Floats
     gaps: Ints  # [B] as Candidate.gap
-    # [B] most rounds in which drafts go on, over which reading a gap pays off; at least 1. It ends where the batch
-    # doubles: nobody knows what is best then
+    left: Ints  # [B] most rounds that are left; at least 1
+    # [B] most rounds over which reading a gap pays off; at least 1. Behind a doubling of the batch nobody knows whether
+    # drafts go on
     horizon: Ints
     cost: RoundCost
     alone: RoundCost  # of a round of one sequence, without prompts

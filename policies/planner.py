@@ -93,7 +93,7 @@ def lone_ks(observation: Observation) -> Ints:
     """[B] the k that each sequence would get in a round of its own: by the same objective, of chains, and of trees of
     its most valuable drafts."""
     nodes, cost, drafts = observation.nodes, observation.alone, np.arange(1, observation.survival.shape[1] + 1)
-    by_model, behind = observation.gaps[:, None] > 0, beyond_usual(observation.gaps, cost) / observation.horizon
+    by_model, behind = observation.gaps[:, None] > 0, beyond_usual(observation.gaps, cost) / observation.left
     goodput = np.zeros((len(by_model), 1 + drafts.size))
     goodput[:, 0] = 1 / cost.seconds(0, 0, 0, 0)
     for table in _tables(observation):

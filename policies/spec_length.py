@@ -113,7 +113,8 @@ class Goodput:
     def __call__(self, observation: Observation, budget: ProbeBudget) -> tuple[Choice, ProbeBudget]:
         best = self._plan(observation)
         ks, free = best.ks, observation.free
-        reasons = _reasons(observation, ks, lone_ks(observation) if len(ks) > 1 else ks)
+        alone = len(ks) == 1 and (observation.horizon == observation.left).all()
+        reasons = _reasons(observation, ks, ks if alone else lone_ks(observation))
         drafting = bool(ks[free].any())
         before, budget = budget, self._saved(observation, budget, best, drafting)
         compares = SETTLING + FEW  # rounds: the first ones are not measured

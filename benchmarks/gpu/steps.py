@@ -178,10 +178,11 @@ def _finish(one: _Running) -> None:
 
 
 def _child(step: Step, device: str, dry: bool, ends: float, sender: "Connection[Any, Any]") -> None:
-    # The threads of torch's pool are missing in a fork, so torch makes another pool at its next use. If two threads use
-    # torch at that moment, one of them fails ("Invalid thread pool!"). Here this process has one thread.
-    torch.set_num_threads(torch.get_num_threads())
     try:
+        # The threads of torch's pool are missing in a fork, so torch makes another pool at its next use. If two threads
+        # use torch at that moment, one of them fails ("Invalid thread pool!"). Here this process has one thread. OpenMP
+        # has no such way out: the parent must not have computed with more than one thread.
+        torch.set_num_threads(torch.get_num_threads())
         step.run(Recorder(device, dry, ends, sender.send))
         sender.send(("ok", ""))
     except Skipped as reason:

@@ -181,7 +181,7 @@ class World:
         if decoding:
             candidates = [running.candidate() for running in decoding]
             rest = control.rest({c.handle: c.fixed for c in candidates}, [c.source for c in candidates])
-            prefill = Prefill(sum(running.job.prompt for running in joining), len(joining), 1)
+            prefill = Prefill(sum(running.job.prompt for running in joining), len(joining), min(1, len(joining)))
             decision = rest or control.plan(candidates, prefill)
         if decision.confidence:
             raise ValueError("a policy that cuts drafts by their confidence cannot be simulated")

@@ -79,7 +79,7 @@ def test_prompts_are_expected_of_those_for_whom_there_is_a_place(
     assert set(expected) == {Prefill()}
     engine.cancel("a")
     engine.step()
-    assert expected[-1] == Prefill(tokens=3, sequences=1, passes=1)
+    assert expected[-1] == Prefill(tokens=3)  # it may wait for long
 
 
 def test_a_long_prompt_is_expected_to_take_several_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_a_long_prompt_is_expected_to_take_several_passes(engine: Engine, monkey
     submit(engine, "b", 9, k=0)
     engine.step()
     engine.step()
-    assert expected[-2:] == [Prefill(tokens=4, sequences=1, passes=3), Prefill(tokens=4, sequences=1, passes=2)]
+    assert expected[-2:] == [Prefill(tokens=4), Prefill(tokens=4, sequences=1, passes=2)]  # first it waits
 
 
 def test_without_drafts(engine: Engine) -> None:

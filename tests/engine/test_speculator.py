@@ -380,6 +380,23 @@ def test_a_rest_runs_no_policy_code(pair: Pair, name: str, asked: bool, monkeypa
         assert control._since_choice.seconds > 0
 
 
+def test_held_rounds_without_drafts_are_observed_and_nobody_is_asked(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(pair, policy=PolicyConfig("goodput"), max_running=2)
+    control, calls = engine.speculator.control, list[str]()
+    decision = Decision([0, 0], [None, None], ["acceptance"] * 2, [0.1, 0.1], 0.0, 2e-3, 2.0)
+    control._held = HeldChoice(decision, {0: 0, 1: 1}, frozenset(["model"]), 0, 200)
+    monkeypatch.setattr(control, "observe", lambda *_: calls.append("observe"))
+    for asked in ("plan", "begin"):
+        monkeypatch.setattr(control, asked, lambda *_: pytest.fail("the choice holds"))
+    monkeypatch.setattr(engine.drafter, "offer", lambda *_: pytest.fail("the choice holds"))
+    run = drive(engine, [Request(str(n), (5 + n, 6), replace(PARAMS, max_tokens=24)) for n in range(2)])
+    assert not any(max(part.column("k"), default=0) for part in records(run))
+    assert len(calls) == len(run.steps)
+    assert control._held.rounds_left == 200 - (len(run.steps) - 1)  # the first step reads the prompts
+
+
 @pytest.mark.parametrize(("drafter", "always"), [("model", False), ("lookup", True)])
 def test_a_kept_choice_asks_no_draft_model(
     pair: Pair, drafter: str, always: bool, monkeypatch: pytest.MonkeyPatch

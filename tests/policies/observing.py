@@ -38,6 +38,7 @@ def observe(alphas: Sequence[float], cost: RoundCost | None = None, **changes: A
         "survival": np.array(alphas)[:, None] ** np.arange(1, DEPTH + 1),
         "sibling_chances": np.zeros((batch, RANKS - 1)),
         "gaps": np.ones(batch, np.int64),
+        "left": np.full(batch, 32),
         "horizon": np.full(batch, 32),
         "cost": cost,
         "alone": machine(),

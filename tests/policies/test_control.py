@@ -1,6 +1,7 @@
 """The control around estimator, cost model and policy: what a policy sees of a batch, and that it learns."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -351,6 +352,28 @@ def test_a_gap_must_pay_until_the_batch_doubles(prefill: Prefill, drafts: bool) 
     reading = [Timing(b, b, 1, 0, 1, 64 * b, 1e-4 + 64e-5 * b, 1e-3 + 4e-5 * b, 0.0) for b in (1, 2, 4, 8)]
     policy = SpecControl(PolicyConfig(), DEPTH, [*timings(), *reading])
     assert any(policy.plan([candidate(n, gap=300) for n in range(2)], prefill).ks) == drafts
+
+
+@pytest.mark.parametrize(("passes", "gap"), [(1, 300), (3, 900)])
+def test_a_choice_ends_when_the_batch_should_have_doubled(passes: int, gap: int) -> None:
+    """A request whose prompt was being read may be cancelled. Nobody rests for it."""
+    reading = [Timing(b, b, 1, 0, 1, 64 * b, 1e-4 + 64e-5 * b, 1e-3 + 4e-5 * b, 0.0) for b in (1, 2, 4, 8)]
+    policy = SpecControl(PolicyConfig(), DEPTH, [*timings(), *reading])
+    for _ in range(2):  # the second choice might rest
+        decision = policy.plan([candidate(gap=gap)], Prefill(tokens=8, sequences=1, passes=passes))
+        assert decision.ks == [0]
+        assert decision.reasons == ["load"]  # by itself it would get drafts
+        assert policy.rest({0: None}, ["model"]) is None
+        held = [policy.plain({0: None}, ["model"]) is not None for _ in range(HOLDS)]
+        assert sum(held) == passes - 1
+        policy._budget = replace(policy._budget, rounds=2 * HOLDS)
+    assert any(policy.plan([candidate(gap=gap)]).ks)
+
+
+def test_off_rests_whoever_joins() -> None:
+    policy = control("off")
+    policy.plan([candidate()], Prefill(tokens=8, sequences=4, passes=1))
+    assert policy.rest({0: None}, ["model"]) is not None
 
 
 @pytest.mark.parametrize(("gap", "prefill"), [(400, 0), (1, 4_000)])

@@ -52,7 +52,8 @@ def instance(random: Generator, gaps: Callable[[int], Ints], rising: bool = Fals
     if random.random() < 0.3:
         chances = np.round(chances * 4) / 4  # with ties, certainties and impossibilities
     cost = costs(random, batch * SMALL + 1, rising)
-    changes = {"limits": limits, "fixed": fixed, "gaps": gaps(batch), "horizon": random.integers(1, 40, batch)}
+    left = random.integers(1, 40, batch)
+    changes = {"limits": limits, "fixed": fixed, "gaps": gaps(batch), "left": left, "horizon": left}
     return observe([0.0] * batch, cost, survival=np.cumprod(chances, axis=1), **changes)
 
 

@@ -239,32 +239,43 @@ def test_prompts_in_the_rounds_do_not_hide_what_plain_rounds_take(prompts_every:
     assert sum(k == 0 for k in ks) <= 2 * HOLDS
 
 
-@pytest.mark.parametrize(("policy_s", "drafts"), [(0.0, True), (3e-3, False)])
-def test_the_policys_own_time_is_a_cost_of_drafts(policy_s: float, drafts: bool) -> None:
-    policy = control(probe_share=0.0)
-    play(policy, [True], 20)
-    for _ in range(32):
-        policy.spent(policy_s)
-    policy.configure(policy.config)
-    before = play(policy, [True], 1)[0][0]
-    assert (before > 0) or not drafts
-    slow = SpecControl(PolicyConfig(probe_share=0.0), DEPTH, timings())
-    for _ in range(32):
-        slow.spent(policy_s)
-    assert (slow.plan([candidate()]).ks[0] > 0) == drafts
+@pytest.mark.parametrize(
+    ("chose", "policy_s", "drafts"),
+    [(False, 0.0, True), (False, 3e-3, False), (True, 3e-3, True), (True, 2.4e-2, False)],
+)
+def test_the_policys_own_time_is_a_cost_of_drafts(chose: bool, policy_s: float, drafts: bool) -> None:
+    """A choice's is shared by the rounds for which it may be used."""
+    policy = SpecControl(PolicyConfig(probe_share=0.0), DEPTH, timings())
+    for spends_s in (0.0, policy_s) if chose else (policy_s,):
+        policy._chose = chose and spends_s > 0
+        for _ in range(32):
+            policy.spent(spends_s)
+    assert (policy.plan([candidate()]).ks[0] > 0) == drafts
+
+
+def drafting_s(policy: SpecControl) -> float:
+    return policy._observation([candidate()]).cost.drafting_s
 
 
 @pytest.mark.parametrize(("name", "shared_by"), [("goodput", HOLDS), ("heuristic", 1)])
 def test_the_rounds_of_a_choice_share_its_time(name: PolicyName, shared_by: int) -> None:
-    """Each round of a probe may have a choice of its own. It says no less about rounds that go on with drafts."""
+    """The first rounds with drafts have more choices. They say no less about rounds that go on with drafts."""
     policy = SpecControl(PolicyConfig(name), DEPTH, timings())
-    play(policy, [False], 20)
-    before = policy._observation([candidate()]).cost.drafting_s
+    play(policy, [True], 40)
+    before = drafting_s(policy)
     for chose, policy_s in ((False, 1e-4), (True, 3e-3), (True, 3e-3)):
         policy._chose = chose
         policy.spent(policy_s)
-    policy_s = policy._observation([candidate()]).cost.drafting_s - before
-    assert policy_s == pytest.approx(1e-4 + (3e-3 - 1e-4) / shared_by)
+    assert drafting_s(policy) - before == pytest.approx(1e-4 + (3e-3 - 1e-4) / shared_by)
+
+
+def test_a_choice_that_guesses_end_has_its_round_alone() -> None:
+    policy = control("fixed", k=3)
+    for _ in range(FEW):
+        policy.plan([candidate(source="lookup", gap=0, offered=3)])
+    before = drafting_s(policy)
+    policy.spent(3e-3)
+    assert drafting_s(policy) - before == pytest.approx(3e-3)
 
 
 def test_held_rounds_without_drafts_need_no_candidates() -> None:
@@ -274,16 +285,21 @@ def test_held_rounds_without_drafts_need_no_candidates() -> None:
         while tire(policy).rounds_left < HOLDS - 1 or policy._budget.rounds < 2 * HOLDS:
             play(policy, [False] * 4, 1)
     assert one._held is not None
-    one._held.rest_left = 0
-    asked: dict[int, int | None] = {0: None, 1: 0, 2: None, 7: None}
-    without = other.plan([candidate(handle, fixed=k) for handle, k in asked.items()])
-    assert one.plain(asked, MODEL) == without
     assert other._held is not None
-    assert one._held.rounds_left == other._held.rounds_left == HOLDS - 2
-    assert one.plain({**asked, 1: 3}, MODEL) is None
-    assert one.plain(asked, [*MODEL[:3], "lookup"]) is None
-    one._held.rounds_left = 0
-    assert one.plain(asked, MODEL) is None
+    one._held.rest_left = 0
+    others: dict[int, int | None] = {0: None, 1: 0, 2: None, 7: None}
+    for asked in (FIXED, others, FIXED):
+        assert one.plain(asked, MODEL) == other.plan([candidate(handle, fixed=k) for handle, k in asked.items()])
+        assert one._held.same_sequences == other._held.same_sequences == (asked is FIXED)
+    assert one._held.rounds_left == other._held.rounds_left == HOLDS - 4
+    assert one.plain({**FIXED, 1: 3}, MODEL) is None
+    assert one.plain(FIXED, [*MODEL[:3], "lookup"]) is None
+    one._held.newcomer_k = 2
+    assert one.plain(FIXED, MODEL) is None
+    one._held.newcomer_k, one._held.decision = 0, replace(one._held.decision, ks=[0, 0, 1, 0])
+    assert one.plain(FIXED, MODEL) is None
+    other._held.rounds_left = 0
+    assert other.plain(FIXED, MODEL) is None
 
 
 @pytest.mark.parametrize("drafted", [lambda n: n % 2 == 0, lambda n: n < 20])

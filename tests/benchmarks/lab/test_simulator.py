@@ -41,7 +41,7 @@ class Script:
         self.ks = iter(ks)
         self.confidence = confidence
         self.candidates: list[list[Candidate]] = []
-        self.prefills: list[int] = []
+        self.prefills: list[Prefill] = []
         self.timings: list[Timing] = []
         self.drafted: list[list[Drafted]] = []
         self.idle: list[list[int]] = []
@@ -55,7 +55,7 @@ class Script:
 
     def plan(self, candidates: Sequence[Candidate], prefill: Prefill) -> Decision:
         self.candidates.append(list(candidates))
-        self.prefills.append(prefill.tokens)
+        self.prefills.append(prefill)
         k = next(self.ks)
         ks = [min(k, c.left) for c in candidates]
         return Decision(
@@ -187,7 +187,7 @@ def test_prompts_are_read_beside_the_others() -> None:
     done = rounds(World(jobs, GPU), script)
     assert [r.joined for r in done] == [2, 0, 1, 0]
     assert [len(r.handles) for r in done] == [0, 2, 1, 1]
-    assert script.prefills == [0, 5, 0]
+    assert script.prefills == [Prefill(), Prefill(tokens=5, sequences=1, passes=1), Prefill()]
     assert [(t.batch, t.prefill) for t in script.timings] == [(2, 14), (2, 0), (2, 4), (1, 0)]
     assert script.idle == [[0, 1], [0, 1], [0, 2], [2]]
 
