@@ -19,6 +19,7 @@ from policies.observation import Prefill
 
 MIN_SHARED = 16  # tokens that two sequences must have in common for one to wait for, or share, the other's memory
 HEADROOM = 16  # positions per running sequence that an admission must leave free, or a preemption would soon undo it
+FEW_TOKENS = 8  # that a sequence may still emit without counting as company for the others
 MAX_PREFILL_GROUPS = 4  # whose prompts share a pass: with more, all of them would get their first token late
 ChunkSize = Callable[[int], int]  # verified rows of a pass → prompt tokens allowed in the same pass
 ChooseK = Callable[[Seq[Sequence], Prefill], Decision]  # decoding sequences, prompts read beside them → their k
@@ -154,12 +155,14 @@ class Scheduler:
     def _expected_prefill(self, unread: Mapping[Sequence, int], rows: int) -> Prefill:
         """The prompts to expect in this pass, beside so many verified rows, and in the next ones.
 
-        unread: tokens of each running sequence. One that waits may wait for long, so it is not expected to decode.
+        unread: tokens of each running sequence. One that waits may wait for long, and one with few tokens to emit is
+        gone soon, so they are not expected to decode beside the others.
         """
-        begun = [count for count in unread.values() if count > 1]
+        begun = {sequence: count for sequence, count in unread.items() if count > 1}
         waiting = sum(len(s.tokens) for s in islice(self.waiting, self._max_running - len(self.running)))
-        chunk = self._chunk(rows)
-        return Prefill(min(sum(begun) + waiting, chunk), len(begun), ceil(sum(begun) / chunk) if begun else 0)
+        chunk, tokens = self._chunk(rows), sum(begun.values())
+        joining = sum(sequence.remaining > FEW_TOKENS for sequence in begun)
+        return Prefill(min(tokens + waiting, chunk), joining, ceil(tokens / chunk))
 
     def _decode_slices(self, decoding: Seq[Sequence], chosen: Decision) -> list[Slice]:
         """One slice per decoding sequence: its last token, and as many of its k drafts as there is memory for."""

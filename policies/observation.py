@@ -60,8 +60,8 @@ class Prefill(NamedTuple):
     """The prompts that are read beside decoding sequences."""
 
     tokens: int = 0  # that the coming pass reads about
-    sequences: int = 0  # whose prompts have memory, and decode after them
-    passes: int = 0  # until the prompts of these are read
+    sequences: int = 0  # whose prompts have memory, and that decode for many rounds after them
+    passes: int = 0  # until all prompts that have memory are read
 
 
 NO_PREFILL = Prefill()

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from cache.storage import Blocks
 from engine import scheduler
 from engine.config import CPU_CHUNK, EngineConfig
 from engine.engine import Engine
-from engine.scheduler import Plan
+from engine.scheduler import FEW_TOKENS, Plan
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from policies.config import PolicyConfig
@@ -31,8 +32,9 @@ def engine(pair: Pair) -> Engine:
     return load(pair, max_running=3, max_spec_length=4, max_step_tokens=15, **without_prefixes())
 
 
-def submit(engine: Engine, name: str, length: int, k: int = 4, group: str = "") -> None:
-    engine.submit(Request(name, tuple(range(5, 5 + length)), PARAMS, k=k, group=group))
+def submit(engine: Engine, name: str, length: int, k: int = 4, group: str = "", emits: int = 20) -> None:
+    params = replace(PARAMS, max_tokens=emits)
+    engine.submit(Request(name, tuple(range(5, 5 + length)), params, k=k, group=group))
 
 
 def described(plan: Plan) -> list[tuple[str, int, int, bool]]:
@@ -82,7 +84,11 @@ def test_prompts_are_expected_of_those_for_whom_there_is_a_place(
     assert expected[-1] == Prefill(tokens=3)  # it may wait for long
 
 
-def test_a_long_prompt_is_expected_to_take_several_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("emits", "joining"), [(FEW_TOKENS, 0), (FEW_TOKENS + 1, 1)])
+def test_a_long_prompt_is_expected_to_take_several_passes(
+    emits: int, joining: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequence joins the others if it is there for more than a few rounds."""
     expected: list[Prefill] = []
     choose = engine.scheduler._choose_k
 
@@ -94,10 +100,12 @@ def test_a_long_prompt_is_expected_to_take_several_passes(engine: Engine, monkey
     monkeypatch.setattr(engine.scheduler, "_chunk", lambda rows: 4)
     submit(engine, "a", 1, k=0)
     engine.step()
-    submit(engine, "b", 9, k=0)
+    submit(engine, "b", 9, k=0, emits=emits)
     engine.step()
     engine.step()
-    assert expected[-2:] == [Prefill(tokens=4), Prefill(tokens=4, sequences=1, passes=2)]  # first it waits
+    waits, is_read = expected[-2:]
+    assert waits == Prefill(tokens=4)
+    assert is_read == Prefill(tokens=4, sequences=joining, passes=2)
 
 
 def test_without_drafts(engine: Engine) -> None:
