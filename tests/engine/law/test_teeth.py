@@ -24,7 +24,6 @@ from engine.sampling.acceptance import emitted_law, log_residual
 from engine.sampling.noise import DRAFT_STREAM, argmax, stream_key
 from engine.sampling.penalties import History, PenaltyRows
 from engine.sampling.sampler import Sampler
-from engine.sequence import Sequence
 from engine.types import Verifier
 from tests.engine.enumeration import is_draft
 from tests.engine.kernels.faults import with_fault
@@ -54,14 +53,13 @@ def test_the_drafts_noise_reused_for_the_residual(verifier: Verifier, monkeypatc
     assert refuses(ask(verifier), 16_000)
 
 
-@pytest.mark.proofs
 def test_block_verification_with_noise_keyed_by_position_alone(monkeypatch: Patch) -> None:
     """The noise of positions that a round discards decided about its length: in the next round it is no longer free."""
 
-    def timeless(sequence: Sequence, stream: int, own: bool) -> int:
-        return stream_key(sequence.key, stream)
+    def timeless(key: int, stream: int, start: int | None = None) -> int:
+        return stream_key(key, stream)
 
-    monkeypatch.setattr(sampler, "_key", timeless)
+    monkeypatch.setattr(sampler, "stream_key", timeless)
     assert refuses(ask("block"), 16_000)
 
 
