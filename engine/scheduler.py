@@ -19,7 +19,7 @@ from policies.observation import Prefill
 
 MIN_SHARED = 16  # tokens that two sequences must have in common for one to wait for, or share, the other's memory
 HEADROOM = 16  # positions per running sequence that an admission must leave free, or a preemption would soon undo it
-FEW_TOKENS = 8  # that a sequence may still emit without counting as company for the others
+FEW_TOKENS = 8  # a sequence that may emit no more than these is gone before it matters to the others' drafts
 MAX_PREFILL_GROUPS = 4  # whose prompts share a pass: with more, all of them would get their first token late
 ChunkSize = Callable[[int], int]  # verified rows of a pass → prompt tokens allowed in the same pass
 ChooseK = Callable[[Seq[Sequence], Prefill], Decision]  # decoding sequences, prompts read beside them → their k

@@ -137,9 +137,9 @@ class SpecControl:
         choice, self._budget = self._policy(observation, self._budget)
         chosen = (shape for shape, fixed in zip(choice.shapes, observation.fixed, strict=True) if fixed < 0)
         self._tries_trees = any(chosen) and not self.cost.knows_trees
-        self._held = self._hold(choice, observation, candidates)
         if soon is not None:
-            self._held.rounds_left, self._held.rest_left = min(self._held.rounds_left, soon - 1), 0
+            choice = replace(choice, holds=min(choice.holds, soon), rests=0)
+        self._held = self._hold(choice, observation, candidates)
         if choice.ks.any():
             self._holds.append(1 + self._held.rounds_left)
         drafts_s = seconds(observation, choice.ks, choice.shapes, amortised=False)

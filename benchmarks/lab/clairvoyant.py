@@ -35,9 +35,8 @@ class Clairvoyant(SpecControl):
             observation = replace(observation, horizon=np.where(usual.ks > 0, observation.horizon, 1))
         best = plan(observation)
         alphas = observation.survival[:, 0].tolist()
-        best_s = seconds(observation, best.ks, best.shapes, amortised=False) + self._prompts_s(
-            len(candidates), prefill.tokens
-        )
+        prompts_s = self._prompts_s(len(candidates), prefill.tokens)
+        best_s = prompts_s + seconds(observation, best.ks, best.shapes, amortised=False)
         return Decision(best.ks.tolist(), list(best.shapes), ["policy"] * len(alphas), alphas, 0.0, best_s, best.tokens)
 
     def observe(self, timing: Timing | None, drafted: Sequence[Drafted], idle: Iterable[int] = ()) -> None:

@@ -63,17 +63,20 @@ def test_a_sequence_for_which_no_token_is_left_holds_no_memory(engine: Engine) -
     assert described(engine.scheduler.plan()) == [("a", 5, 0, True), ("b", 9, 0, True), ("c", 1, 0, False)]
 
 
-def test_prompts_are_expected_of_those_for_whom_there_is_a_place(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected: list[Prefill] = []
-    choose = engine.scheduler._choose_k
+@pytest.fixture
+def expected(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Prefill]:
+    """What the scheduler tells the policy of prompts, by choice."""
+    told, choose = list[Prefill](), engine.scheduler._choose_k
 
     def spy(decoding: Seq[Sequence], prefill: Prefill) -> Decision:
-        expected.append(prefill)
+        told.append(prefill)
         return choose(decoding, prefill)
 
     monkeypatch.setattr(engine.scheduler, "_choose_k", spy)
+    return told
+
+
+def test_prompts_are_expected_of_those_for_whom_there_is_a_place(engine: Engine, expected: list[Prefill]) -> None:
     for name, length in (("a", 1), ("b", 1), ("c", 1), ("d", 3), ("e", 4)):
         submit(engine, name, length, k=0)
     for _ in range(3):
@@ -86,17 +89,9 @@ def test_prompts_are_expected_of_those_for_whom_there_is_a_place(
 
 @pytest.mark.parametrize(("emits", "joining"), [(FEW_TOKENS, 0), (FEW_TOKENS + 1, 1)])
 def test_a_long_prompt_is_expected_to_take_several_passes(
-    emits: int, joining: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    emits: int, joining: int, engine: Engine, expected: list[Prefill], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sequence joins the others if it is there for more than a few rounds."""
-    expected: list[Prefill] = []
-    choose = engine.scheduler._choose_k
-
-    def spy(decoding: Seq[Sequence], prefill: Prefill) -> Decision:
-        expected.append(prefill)
-        return choose(decoding, prefill)
-
-    monkeypatch.setattr(engine.scheduler, "_choose_k", spy)
     monkeypatch.setattr(engine.scheduler, "_chunk", lambda rows: 4)
     submit(engine, "a", 1, k=0)
     engine.step()

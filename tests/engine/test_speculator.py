@@ -388,8 +388,7 @@ def test_held_rounds_without_drafts_are_observed_and_nobody_is_asked(
     decision = Decision([0, 0], [None, None], ["acceptance"] * 2, [0.1, 0.1], 0.0, 2e-3, 2.0)
     control._held = HeldChoice(decision, {0: 0, 1: 1}, frozenset(["model"]), 0, 200)
     monkeypatch.setattr(control, "observe", lambda *_: calls.append("observe"))
-    for asked in ("plan", "begin"):
-        monkeypatch.setattr(control, asked, lambda *_: pytest.fail("the choice holds"))
+    monkeypatch.setattr(control, "plan", lambda *_: pytest.fail("the choice holds"))
     monkeypatch.setattr(engine.drafter, "offer", lambda *_: pytest.fail("the choice holds"))
     run = drive(engine, [Request(str(n), (5 + n, 6), replace(PARAMS, max_tokens=24)) for n in range(2)])
     assert not any(max(part.column("k"), default=0) for part in records(run))
