@@ -177,23 +177,31 @@ def gate(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     product(entered, both, first, last, halves)
     product(entered, both, width + first, width + last, halves)
     powers = np.empty((1, last - first), x.dtype)
-    for row in range(x.shape[0]):
-        activate(halves[row], first, last, gelu, powers)
-        for i in range(first, last):
-            gated[row, i] = halves[row, i] / (powers.dtype.type(1) + powers[0, i - first]) * halves[row, width + i]
+    for row in range(x.shape[0]):  # indices from 0 on, or no vectors are made of the loops: others may be negative
+        opened, values, products = halves[row, first:last], halves[row, width + first : width + last], gated[row]
+        activate(opened, gelu, powers)
+        combine(opened, powers[0], values, products[first:last])
 
 
 @compiled_exactly
-def activate(numbers: Any, first: int, last: int, gelu: bool, powers: Any) -> None:
-    """powers [1, last − first] = exp(−u) for the sigmoid of u: u is the number itself, or for gelu a cubic of it."""
+def activate(numbers: Any, gelu: bool, powers: Any) -> None:
+    """powers [1, n] = exp(−u) for the sigmoid of u: u is the number itself, or for gelu a cubic of it."""
     number = powers.dtype.type
-    for i in range(first, last):
+    for i in range(len(numbers)):
         x = numbers[i]
         u = number(GELU_SLOPE) * (x + number(GELU_CUBE) * x * x * x) if gelu else x
-        powers[0, i - first] = number(-LARGEST_POWER) if u > number(LARGEST_POWER) else -u
-        if powers[0, i - first] > number(LARGEST_POWER):
-            powers[0, i - first] = number(LARGEST_POWER)
+        powers[0, i] = number(-LARGEST_POWER) if u > number(LARGEST_POWER) else -u
+        if powers[0, i] > number(LARGEST_POWER):
+            powers[0, i] = number(LARGEST_POWER)
     exponentials(powers, 0)
+
+
+@compiled_exactly
+def combine(opened: Any, powers: Any, values: Any, out: Any) -> None:
+    """out = opened · sigmoid · values; powers: as `activate` gives them."""
+    one = powers.dtype.type(1)
+    for i in range(len(out)):
+        out[i] = opened[i] / (one + powers[i]) * values[i]
 
 
 @inlined

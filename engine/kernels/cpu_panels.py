@@ -42,10 +42,12 @@ from engine.kernels.cpu_code import (
 from engine.kernels.cpu_integers import AT_ONCE, BYTE, NEIGHBOURS, SUM, add_products
 
 # Channels of a panel, and rows of a tile at most. Sums in fp32 and of integers stay in registers, beside the weights of
-# a step.
-PANEL, ROWS = (32, 12) if "avx512f" in features() else (16, 6)
+# a step. A number of a row is read once for all channels of a panel, and with few of them a sum waits for its last
+# addition.
+PANEL, ROWS = (64, 6) if "avx512f" in features() else (16, 6)
 STEPS = 256  # whose products are added up by themselves: with each addition a larger sum rounds more away
-AHEAD = 2048  # bytes from what is multiplied to what is asked for; 512 to 4,096 take the same time
+AHEAD = 512  # bytes from what is multiplied to what is asked for. Of 512 to 4,096 all take the same time on a Xeon. An
+# EPYC asks by itself, and with 1,024 or more two to six rows take up to 1.6 times as long where weights come from memory
 
 
 class Arithmetic(NamedTuple):
@@ -56,7 +58,7 @@ class Arithmetic(NamedTuple):
     channels: int  # of a vector
     sums: Any  # type of a sum, as LLVM has it
     join: Callable[[Any, Any, Any], Any]  # (builder, sums, sums) → their sums
-    read: Callable[[Any, Any], Any]  # (builder, address) → a vector of weights
+    read: Callable[[Any, Address], list[Any]]  # (builder, addresses of a step's numbers) → vectors of PANEL channels
     repeat: Callable[[Any, Any], Any]  # (builder, address) → a vector of a row's neighbours, once for each channel
     add: Callable[[Any, Any, Any, Any], Any]  # (builder, the latter, the former, sums) → sums
 
@@ -64,6 +66,16 @@ class Arithmetic(NamedTuple):
 def neighbours_of(stored: Any) -> int:
     """How many numbers of a channel lie side by side; stored: their type as Numba has it."""
     return NEIGHBOURS if stored == types.int8 else 2 if stored == types.uint16 and HAS_PAIRS else 1
+
+
+def partners_of(stored: Any) -> int:
+    """How many channels further the number is that shares a word with one, in panels of bfloat16 numbers that are
+    widened; stored: their type as Numba has it. 0: panels of this type have their channels in order.
+
+    Half of the numbers are then widened by a shift, and the others where they are. To spread neighbours over a vector
+    takes as long as to multiply them by two rows.
+    """
+    return min(VECTOR_BYTES // 4, PANEL // 2) if stored == types.uint16 else 0
 
 
 def is_coded(weight: Any) -> bool:
@@ -82,7 +94,7 @@ def _arithmetic(x: Any, panels: Any) -> Arithmetic:
             channels,
             SUM,
             ir.IRBuilder.add,
-            lambda builder, address: load_as(builder, address, BYTE, AT_ONCE, 1),
+            _in_order(AT_ONCE, neighbours, lambda builder, address: load_as(builder, address, BYTE, AT_ONCE, 1)),
             lambda builder, address: _repeated(builder, address, channels, row),
             add_products,
         )
@@ -93,19 +105,46 @@ def _arithmetic(x: Any, panels: Any) -> Arithmetic:
             channels,
             sum_type(x),
             ir.IRBuilder.fadd,
-            lambda builder, address: load_pairs(builder, address, channels),
+            _in_order(2 * channels, neighbours, lambda builder, address: load_pairs(builder, address, channels)),
             lambda builder, address: _repeated(builder, address, channels, pairs_type(channels)),
             add_pairs,
         )
+    partners = partners_of(stored)
+    channels = partners or channels
     return Arithmetic(
         neighbours,
         channels,
         sum_type(x),
         ir.IRBuilder.fadd,
-        lambda builder, address: load(builder, address, stored, channels),
+        _words(partners)
+        if partners
+        else _in_order(channels, 1, lambda builder, address: load(builder, address, stored, channels)),
         lambda builder, address: spread(builder, builder.load(address), channels),
         multiply_add,
     )
+
+
+def _in_order(
+    numbers: int, neighbours: int, read: Callable[[Any, Any], Any]
+) -> Callable[[Any, Address], list[Any]]:
+    """Arithmetic.read for vectors of so many numbers, one behind the other."""
+    places = range(0, PANEL * neighbours, numbers)
+    return lambda builder, at: [read(builder, at(index(place))) for place in places]
+
+
+def _words(partners: int) -> Callable[[Any, Address], list[Any]]:
+    """Arithmetic.read for bfloat16 numbers, two channels to a word, as `partners_of` has them."""
+    number, wide = ir.FloatType(), ir.VectorType(ir.IntType(32), partners)
+    shift, upper = (ir.Constant(wide, [bits] * partners) for bits in (16, 0xFFFF0000))
+
+    def read(builder: Any, at: Address) -> list[Any]:
+        vectors = []
+        for place in range(0, PANEL, 2 * partners):
+            words = load_as(builder, at(index(place)), wide.element, partners, 2)
+            vectors += [builder.shl(words, shift), builder.and_(words, upper)]
+        return [builder.bitcast(vector, ir.VectorType(number, partners)) for vector in vectors]
+
+    return read
 
 
 def _repeated(builder: Any, address: Any, times: int, vector: Any) -> Any:
@@ -132,7 +171,7 @@ def _emit_sums(builder: Any, kinds: tuple[Any, Any], by_row: list[Address], pane
         stop = builder.select(builder.icmp_signed("<", width, end), width, end)
         with cgutils.for_range_slice(builder, begin, stop, index(how.neighbours), INDEX) as (i, _):
             first = builder.mul(i, index(PANEL))
-            values = [how.read(builder, panel(builder.add(first, index(place)))) for place in places]
+            values = how.read(builder, lambda place, first=first: panel(builder.add(first, place)))
             for line in range(0, step * size, CACHE_LINE):
                 ask_for(builder, panel(builder.add(first, index((AHEAD + line) // size))))
             for row, sums in zip(by_row, parts, strict=True):

@@ -19,7 +19,7 @@ from engine.kernels.cpu_compile import compiled_exactly
 from engine.kernels.cpu_integers import ACTIVATION as ACTIVATION  # of the codes and offsets that callers give
 from engine.kernels.cpu_integers import NEIGHBOURS
 from engine.kernels.cpu_integers import OFFSET as OFFSET
-from engine.kernels.cpu_panels import PANEL, ROWS, multiply_panel, neighbours_of
+from engine.kernels.cpu_panels import PANEL, ROWS, multiply_panel, neighbours_of, partners_of
 from engine.kernels.cpu_vectors import store_row
 
 LEAST_STEP = np.float32(1e-30)  # of a row of zeros, as in quantize.py
@@ -30,6 +30,11 @@ MAGNITUDE = np.int32(0x7FFFFFFF)  # the bits of an fp32 number but for its sign
 def neighbours_in(weight: Any) -> int:
     """How many numbers of a channel lie side by side in the panels of this weight, unless they are in a tuple."""
     return neighbours_of(typeof(weight).dtype)
+
+
+def partners_in(weight: Any) -> int:
+    """As `partners_of`, for panels of this weight in a tuple."""
+    return partners_of(typeof(weight).dtype)
 
 
 @compiled_exactly

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.models.blocks import block
 from engine.models.compiled import as_stored, compiled_module, in_parts, type_of_sums
 
-LEAST_CHANNELS = 32  # of a weight: a panel of the CPUs with the longest ones
+LEAST_CHANNELS = 64  # of a weight: a panel of the CPUs with the longest ones
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -63,12 +63,22 @@ def panels_of(weight: Tensor, *, exact: bool = False) -> Panels:
         weight = weight.clone()
     words = weight.view(WORDS[neighbours * weight.element_size()])  # what lies side by side, moved at once
     channels, width = module.PANEL, words.shape[1]
-    whole = out // channels
+    whole, apart = out // channels, module.partners_in(as_stored(weight)) if exact else 0
     panels = block((-(-out // channels), width, channels), words.dtype)
-    panels[:whole].copy_(words[: whole * channels].view(whole, channels, width).mT)
+    _put(panels[:whole], words[: whole * channels].view(whole, channels, width), apart)
     if len(panels) > whole:
-        panels[-1].copy_(words[-channels:].t())
+        _put(panels[-1:], words[-channels:].unsqueeze(0), apart)
     return Panels(panels.view(len(panels), -1).view(weight.dtype), torch.Size((out, inner)), exact)
+
+
+def _put(panels: Tensor, words: Tensor, apart: int) -> None:
+    """panels [n, width, channels] = words [n, channels, width]. apart: as `partners_of` in cpu_panels.py."""
+    count, channels, width = words.shape
+    if not apart:
+        panels.copy_(words.mT)
+        return
+    in_pairs = words.view(count, channels // (2 * apart), 2, apart, width).permute(0, 4, 1, 3, 2)
+    panels.view(in_pairs.shape).copy_(in_pairs)
 
 
 def compiled_product(weight: Panels, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

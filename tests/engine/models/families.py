@@ -130,18 +130,20 @@ CASES: dict[str, Case] = {
 }
 
 
-def random_checkpoint(case: Case, directory: Path, seed: int = 7, like: str | None = None, noise: float = 0.1) -> str:
+def random_checkpoint(
+    case: Case, directory: Path, seed: int = 7, like: str | None = None, noise: float = 0.1, hidden: int = 32
+) -> str:
     """Write a checkpoint with its tokenizer; every weight is random, norms and biases included.
 
-    With `like`, the weights of that checkpoint, disturbed by `noise`.
+    With `like`, the weights of that checkpoint, disturbed by `noise`. hidden: a multiple of 16.
     """
     common = {
         "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 40,
+        "hidden_size": hidden,
+        "intermediate_size": hidden + 8,
         "num_hidden_layers": case.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": hidden // 8,
+        "num_key_value_heads": hidden // 16,
         "max_position_embeddings": 128,
         "rope_parameters": DEFAULT,
         "rms_norm_eps": 1e-3,

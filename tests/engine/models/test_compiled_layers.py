@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
     def of(name: str) -> str:
         if name not in made:
-            made[name] = random_checkpoint(CASES[name], folder / name)
+            made[name] = random_checkpoint(CASES[name], folder / name, hidden=64)
         return made[name]
 
     return of
@@ -116,7 +116,7 @@ TREES = (("llama", "slotted"), ("mistral", "gathered"), ("gemma2", "mapped"))  #
     ],
 )
 def test_trees(name: str, kind: str, tmp_path_factory: pytest.TempPathFactory, counted: list[int]) -> None:
-    decoder = cast(Decoder, Decoders(tmp_path_factory.mktemp("trees"))[f"{name}, short"])
+    decoder = cast(Decoder, Decoders(tmp_path_factory.mktemp("trees"), hidden=64)[f"{name}, short"])
     run_rounds(Forest(all_compiled(decoder), kind, make_texts()))
     assert counted
 
@@ -343,7 +343,7 @@ def test_watched_states_are_those_that_enter_a_layer(
         assert watched.table is not None
         assert watched.table.dtype is dtype
         tables.append(watched.table.double())
-    assert torch.allclose(tables[0], tables[1], atol=1e-9 if dtype is torch.float64 else 0.1, rtol=0.05)
+    assert torch.allclose(tables[0], tables[1], atol=1e-9 if dtype is torch.float64 else 0.2, rtol=0.05)
 
 
 def test_threads_with_rows_of_their_own_read_their_inputs_and_keep_their_states(

@@ -159,7 +159,7 @@ def test_only_fp32_and_bf16_on_a_cpu_can_be_packed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.int8])
-@pytest.mark.parametrize("shape", [(64, 8), (45, 7), (32, 1)])
+@pytest.mark.parametrize("shape", [(128, 8), (77, 7), (64, 1)])
 def test_a_panel_is_one_stream_of_what_is_multiplied_together(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Step by step, for each channel so many neighbours as one instruction takes. The last panel has whole channels."""
     out, inner = shape
@@ -172,6 +172,15 @@ def test_a_panel_is_one_stream_of_what_is_multiplied_together(dtype: torch.dtype
         channels = panel.transpose(0, 1).reshape(PANEL, -1)
         assert torch.equal(channels[:, :inner], weight[first : first + PANEL])
         assert not channels[:, inner:].any()
+
+
+def test_bfloat16_numbers_that_are_widened_share_words_across_a_panel() -> None:
+    """The lower halves of some words are channels in order, and the upper halves are the channels behind these."""
+    weight = torch.arange(77 * 3).view(77, 3).bfloat16()
+    apart, panels = cpu_products.partners_in(compiled.as_stored(weight)), panels_of(weight, exact=True).numbers
+    for first, panel in ((0, panels[0]), (77 - PANEL, panels[-1])):
+        halves = panel.view(3, -1, apart, 2).transpose(2, 3)
+        assert torch.equal(halves.reshape(3, PANEL).t(), weight[first : first + PANEL])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -193,16 +202,16 @@ def test_a_compiled_product_of_many_numbers_is_as_exact_as_others() -> None:
 
 
 def test_codes_that_begin_within_a_word_are_laid_out() -> None:
-    codes = torch.arange(40 * 24 + 1).remainder(100).to(torch.int8)
-    assert torch.equal(panels_of(codes[1:].view(40, 24)).numbers, panels_of(codes[1:].view(40, 24).clone()).numbers)
+    codes = torch.arange(80 * 24 + 1).remainder(100).to(torch.int8)
+    assert torch.equal(panels_of(codes[1:].view(80, 24)).numbers, panels_of(codes[1:].view(80, 24).clone()).numbers)
 
 
 @pytest.mark.parametrize("width", [31, 32, 300])
 def test_a_cpu_that_multiplies_bfloat16_rounds_activations_to_it(width: int) -> None:
     """As torch's products get them. Other CPUs compute with what they are given."""
     generator = torch.Generator().manual_seed(width)
-    weight, x = torch.randn(40, width, generator=generator).bfloat16(), torch.randn(7, width, generator=generator)
-    out, bias = torch.empty(7, 40), wide_bias_of(None, 40, torch.float32)
+    weight, x = torch.randn(80, width, generator=generator).bfloat16(), torch.randn(7, width, generator=generator)
+    out, bias = torch.empty(7, 80), wide_bias_of(None, 80, torch.float32)
     cpu_products.multiply(x.numpy(), compiled.as_stored(panels_of(weight).numbers), bias, out.numpy(), 0, 1)
     rounded, exact = (given.double() @ weight.double().t() for given in (x.bfloat16(), x))
     right, wrong = (rounded, exact) if cpu_code.HAS_PAIRS else (exact, rounded)
@@ -343,8 +352,8 @@ def test_halves_are_rounded_to_the_even_number(form: Int8Form) -> None:
 
 @needs_int8
 def test_the_bytes_of_an_int8_product(form: Int8Form) -> None:
-    linear = make_int8(416, 300, True, form)[0]
-    assert linear.num_bytes == 416 * 300 + 2 * 4 * 416
+    linear = make_int8(448, 300, True, form)[0]
+    assert linear.num_bytes == 448 * 300 + 2 * 4 * 448
 
 
 @needs_int8
@@ -427,16 +436,20 @@ from engine.models.compiled_products import (
     LEAST_CHANNELS, coded_panels, compiled_int8_product, compiled_product, panels_of
 )
 from engine.models.quantize import quantise_weight, scale_activations
-for shape in ((400, 300), (32, 67), (45, 640), (9, 9)):
+for shape in ((400, 300), (64, 67), (77, 640), (9, 9)):
     weight, bias = torch.randn(shape), torch.randn(shape[0])
     coded = quantise_weight(weight)
     product = compiled_product(panels_of(weight), bias) if shape[0] >= LEAST_CHANNELS else None
+    narrow = weight.bfloat16()
+    kinds = (panels_of(narrow, exact=True), panels_of(narrow.float())) if product else ()
+    both = [compiled_product(panels, bias) for panels in kinds]
     exact = compiled_int8_product(coded_panels(coded.codes), coded.steps.flatten(), bias)
     for rows in range(1, 14):
         x = torch.randn(rows, shape[1])
         if product:
             assert torch.allclose(product(x), torch.addmm(bias, x, weight.t()), atol=1e-3)
             assert torch.equal(product(x)[-1:], product(x[-1:]))
+            assert torch.equal(both[0](x), both[1](x))
         numbers, row_steps = scale_activations(x)
         sums = (numbers.round().double() @ coded.codes.double().t()).float() * coded.steps.flatten()
         assert torch.allclose(exact(x), torch.addcmul(bias, sums, row_steps), rtol=1e-6, atol=1e-6)

@@ -38,7 +38,7 @@ NARROW = (torch.bfloat16, torch.float16)
 def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, str]:
     """A checkpoint with a tied head, by the dtype of its files. All have the same numbers."""
     folder = tmp_path_factory.mktemp("narrow")
-    given = random_checkpoint(CASES["qwen2"], folder / "given")
+    given = random_checkpoint(CASES["qwen2"], folder / "given", hidden=64)
     kept = dict[torch.dtype, str]()
     for dtype in (torch.float32, *NARROW):
         path = copy_of(given, folder / str(dtype))
@@ -77,9 +77,9 @@ def linears(decoder: Decoder) -> list[Linear]:
 def test_a_product_has_the_bits_of_the_widened_weight(dtype: torch.dtype, inner: int) -> None:
     """Numbers that are not rounded: bfloat16 has few of their digits."""
     generator = torch.Generator().manual_seed(inner)
-    weight, bias = torch.randn(40, inner, generator=generator).to(dtype), torch.randn(40, generator=generator)
+    weight, bias = torch.randn(80, inner, generator=generator).to(dtype), torch.randn(80, generator=generator)
     panels = panels_of(weight, exact=True)
-    assert (panels.dtype, panels.numbers.dtype, panels.num_bytes) == (torch.float32, dtype, 2 * 64 * inner)
+    assert (panels.dtype, panels.numbers.dtype, panels.num_bytes) == (torch.float32, dtype, 2 * 128 * inner)
     narrow, wide = compiled_product(panels, bias), compiled_product(panels_of(weight.float()), bias)
     for rows in (1, 2, 13):
         x = torch.randn(rows, inner, generator=generator)

@@ -84,10 +84,10 @@ def chosen(made: Sequence[Linear]) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_shape_gets_its_fastest_form_in_each_bucket(dtype: torch.dtype) -> None:
-    machine = Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS, 40: ALWAYS_PACKED})
-    if "packed" not in usable_forms(torch.ones(32, 16, dtype=dtype)):
+    machine = Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS, 80: ALWAYS_PACKED})
+    if "packed" not in usable_forms(torch.ones(64, 16, dtype=dtype)):
         pytest.skip(f"this CPU has no packed products of {dtype}")
-    made = products(32, 48, 40, 32, dtype=dtype)
+    made = products(64, 96, 80, 64, dtype=dtype)
     choose_forms(made, timed=machine)
     small, large = "transposed to 5 rows, packed beyond", "transposed to 1 row, packed beyond"
     assert chosen(made) == [small, large, "packed", small]
@@ -97,9 +97,9 @@ def test_each_shape_gets_its_fastest_form_in_each_bucket(dtype: torch.dtype) -> 
 
 
 def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
-    machine = Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS})
-    choose_forms(products(32, 48, 32), timed=machine)
-    for out, weights in ((32, 2), (48, 1)):
+    machine = Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS})
+    choose_forms(products(64, 96, 64), timed=machine)
+    for out, weights in ((64, 2), (96, 1)):
         for form in SMALL_LAYERS:
             for rows in BUCKETS:
                 assert machine.calls.count((ProductShape(out, 16, False), form, rows)) >= weights * MIN_SWEEPS
@@ -107,8 +107,8 @@ def test_every_shape_is_timed_in_every_form_at_every_bucket() -> None:
 
 def test_a_weight_of_few_channels_is_timed_in_its_own_forms() -> None:
     """A router has as many as there are experts."""
-    machine = Machine({8: SMALL_LAYERS, 48: {**ALWAYS_PACKED, "compiled": [1.0] * len(BUCKETS)}})
-    made = products(8, 48)
+    machine = Machine({8: SMALL_LAYERS, 96: {**ALWAYS_PACKED, "compiled": [1.0] * len(BUCKETS)}})
+    made = products(8, 96)
     choose_forms(made, timed=machine)
     assert chosen(made) == ["transposed to 5 rows, packed beyond", "compiled"]
     assert {form for shape, form, _ in machine.calls if shape.out == 8} == set(SMALL_LAYERS) - {"compiled"}
@@ -135,8 +135,8 @@ def test_a_weight_is_timed_where_service_finds_it(kept: bool, monkeypatch: pytes
         return {"transposed": 1.0 if cached else 9.0, "packed": 5.0, "plain": 20.0, "compiled": 20.0}[form] * 1e-6
 
     monkeypatch.setattr(product_choice, "product_of", followed)
-    made = products(32, 48)
-    monkeypatch.setattr(product_choice, "SAMPLE_BYTES", sum(64 * width for width in (32, 48)) - (not kept))
+    made = products(64, 96)
+    monkeypatch.setattr(product_choice, "SAMPLE_BYTES", sum(64 * width for width in (64, 96)) - (not kept))
     choose_forms(made, timed=timed)
     assert chosen(made) == (["transposed"] if kept else ["packed"]) * 2
 
@@ -154,9 +154,9 @@ def test_of_a_large_weight_only_a_part_is_measured(monkeypatch: pytest.MonkeyPat
         return LARGE_LAYERS[form][BUCKETS.index(rows)]
 
     monkeypatch.setattr(product_choice, "laid_out", counted)
-    made = [Linear(torch.ones(width, 16), torch.ones(width), ()) for width in (3000, 48)]
+    made = [Linear(torch.ones(width, 16), torch.ones(width), ()) for width in (3000, 96)]
     choose_forms(made, timed=timed)
-    assert set(sizes) == {192, 48}
+    assert set(sizes) == {192, 96}
     assert chosen(made) == ["transposed to 1 row, packed beyond"] * 2
     assert made[0](torch.ones(1, 16)).shape == (1, 3000)
 
@@ -184,10 +184,10 @@ def test_a_second_form_must_earn_its_memory() -> None:
 def test_panels_beside_another_form_are_a_copy() -> None:
     script: Script = {**LARGE_LAYERS, "compiled": [1, 1, 2, 4, 20, 40, 60, 60, 80]}
     for room, expected in ((None, "compiled to 5 rows, packed beyond"), (0, "compiled")):
-        made = products(48, 48)
-        copied = choose_forms(made, copies_bytes=room, timed=Machine({48: script}))
+        made = products(96, 96)
+        copied = choose_forms(made, copies_bytes=room, timed=Machine({96: script}))
         assert chosen(made) == [expected] * 2
-        assert copied == (2 * 48 * 16 * 4 if room is None else 0)
+        assert copied == (2 * 96 * 16 * 4 if room is None else 0)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_panels_beside_another_form_are_a_copy() -> None:
 )
 def test_a_compiled_layer_gains_more_than_its_products_say(saved_us: float, threads: float, expected: str) -> None:
     script: Script = {**ALWAYS_PACKED, "compiled": [10, 10, 10, 10, 30, 60, 90, 90, 120]}
-    made = products(48, 48)
+    made = products(96, 96)
     put_in_layers(made, saved_us, [threads] * len(BUCKETS))
-    choose_forms(made, timed=Machine({48: script}))
+    choose_forms(made, timed=Machine({96: script}))
     assert chosen(made) == [expected] * 2
 
 
@@ -221,49 +221,49 @@ def test_the_products_of_a_layer_are_compiled_together() -> None:
     first: Script = {**ALWAYS_PACKED, "compiled": [5, 5, 9.5, 5, 9.5, 20, 30, 30, 40]}
     second: Script = {**ALWAYS_PACKED, "compiled": [5, 9.5, 5, 5, 7, 20, 30, 30, 40]}
     for layered in (True, False):
-        made = products(48, 40)
+        made = products(96, 80)
         if layered:
             put_in_layers(made)
-        choose_forms(made, timed=Machine({48: first, 40: second}))
+        choose_forms(made, timed=Machine({96: first, 80: second}))
         together = chosen(made) == ["compiled to 9 rows, packed beyond"] * 2
         assert together == layered
 
 
 def test_a_larger_product_counts_for_more_in_a_layer() -> None:
     small: Script = {form: [s / 10 for s in ALWAYS_PACKED[form]] for form in ALWAYS_PACKED}
-    for slow, expected in ((48, "packed"), (40, "compiled to 15 rows, packed beyond")):
-        made = products(48, 40, 40)
+    for slow, expected in ((96, "packed"), (80, "compiled to 15 rows, packed beyond")):
+        made = products(96, 80, 80)
         put_in_layers(made)
-        large = {**ALWAYS_PACKED, "compiled": [*([14.0] if slow == 48 else [4.0]) * 6, 90, 90, 90]}
-        little = {**small, "compiled": [*([0.4] if slow == 48 else [1.4]) * 6, 9, 9, 9]}
-        choose_forms(made, timed=Machine({48: little, 40: large}))
+        large = {**ALWAYS_PACKED, "compiled": [*([14.0] if slow == 96 else [4.0]) * 6, 90, 90, 90]}
+        little = {**small, "compiled": [*([0.4] if slow == 96 else [1.4]) * 6, 9, 9, 9]}
+        choose_forms(made, timed=Machine({96: little, 80: large}))
         assert chosen(made) == [expected] * 3
 
 
 def test_few_rows_are_not_chosen_for_by_many() -> None:
     """Eight sequences with one draft each are 16 rows, with four drafts 40."""
     script: Script = {**ALWAYS_PACKED, "compiled": [*[4.0] * 6, 6, 14, 40]}
-    made = products(48, 48)
+    made = products(96, 96)
     put_in_layers(made)
-    choose_forms(made, timed=Machine({48: script}))
+    choose_forms(made, timed=Machine({96: script}))
     assert chosen(made) == ["compiled to 24 rows, packed beyond"] * 2
 
 
 def test_beyond_compiled_layers_each_product_has_its_own_form() -> None:
     compiled = [5.0, 5, 5, 5, 5, 20, 30, 30, 40]
-    made = products(48, 40)
+    made = products(96, 80)
     put_in_layers(made)
     plain: Script = {"packed": [12.0] * len(BUCKETS), "transposed": [11.0] * len(BUCKETS), "plain": FLAT}
-    scripts = {48: {**ALWAYS_PACKED, "compiled": compiled}, 40: {**plain, "compiled": compiled}}
+    scripts = {96: {**ALWAYS_PACKED, "compiled": compiled}, 80: {**plain, "compiled": compiled}}
     choose_forms(made, timed=Machine(scripts))
     assert chosen(made) == ["compiled to 9 rows, packed beyond", "compiled to 9 rows, plain beyond"]
 
 
 def test_threads_gain_as_much_as_they_do_for_each_number_of_rows() -> None:
     script: Script = {**ALWAYS_PACKED, "compiled": [12.0] * len(BUCKETS)}
-    made = products(48, 48)
+    made = products(96, 96)
     put_in_layers(made, threads=[2, 2, 2, 2, 1, 1, 1, 1, 1])
-    choose_forms(made, timed=Machine({48: script}))
+    choose_forms(made, timed=Machine({96: script}))
     assert chosen(made) == ["compiled to 5 rows, packed beyond"] * 2
 
 
@@ -271,7 +271,7 @@ def test_times_of_layers_are_kept_apart(tmp_path: Path) -> None:
     """They are taken in one thread."""
     for layered in (False, True):
         for again in (False, True):
-            made, machine = products(48), Machine({48: ALWAYS_PACKED})
+            made, machine = products(96), Machine({96: ALWAYS_PACKED})
             if layered:
                 put_in_layers(made)
             choose_forms(made, cache=tmp_path, timed=machine)
@@ -282,19 +282,19 @@ def test_what_layers_gain_is_kept_with_the_times_that_it_was_measured_with(tmp_p
     """A start beside other work would mix what it sees with times of a quiet machine."""
     script: Script = {**ALWAYS_PACKED, "compiled": [10.0] * len(BUCKETS)}
     for saved_us in (200.0, 0.0):
-        made = products(48, 48)
+        made = products(96, 96)
         put_in_layers(made, saved_us)
-        choose_forms(made, cache=tmp_path, timed=Machine({48: script}))
+        choose_forms(made, cache=tmp_path, timed=Machine({96: script}))
         assert chosen(made) == ["compiled"] * 2
         assert made[0].layer_gain is None
-    other = products(48, 48)
+    other = products(96, 96)
     put_in_layers(other, 0.0, name="another structure")
-    choose_forms(other, cache=tmp_path, timed=Machine({48: script}))
+    choose_forms(other, cache=tmp_path, timed=Machine({96: script}))
     assert chosen(other) == ["packed"] * 2
 
 
 def test_layers_with_one_form_have_it() -> None:
-    shape = ProductShape(48, 16, False)
+    shape = ProductShape(96, 16, False)
     assert best_layers({shape: {"compiled_int8": FLAT}}, {shape: 2}) == {shape: ("compiled_int8",)}
 
 
@@ -308,7 +308,7 @@ def test_products_of_a_compiled_layer_are_timed_in_one_thread(in_layers: bool, m
         parts.setdefault(form, set()).add(parts_of(1 << 30))
         return 1e-6
 
-    made = products(48)
+    made = products(96)
     if in_layers:
         put_in_layers(made)
     choose_forms(made, timed=timed)
@@ -316,23 +316,23 @@ def test_products_of_a_compiled_layer_are_timed_in_one_thread(in_layers: bool, m
     assert set.union(*parts.values()) == {4}
 
 
-@pytest.mark.parametrize(("room", "kept"), [(0, 1), (3 * 48 * 16 * 4 - 1, 1), (3 * 48 * 16 * 4, 2)])
+@pytest.mark.parametrize(("room", "kept"), [(0, 1), (3 * 96 * 16 * 4 - 1, 1), (3 * 96 * 16 * 4, 2)])
 def test_where_memory_is_short_there_is_one_form(room: int, kept: int) -> None:
-    made = products(48, 48, 48)
-    choose_forms(made, copies_bytes=room, timed=Machine({48: LARGE_LAYERS}))
+    made = products(96, 96, 96)
+    choose_forms(made, copies_bytes=room, timed=Machine({96: LARGE_LAYERS}))
     assert {len(product.forms) for product in made} == {kept}
     if kept == 1:
         assert chosen(made) == ["packed"] * 3
 
 
 def choose(folder: Path, timed: TimedCall) -> list[str]:
-    made = products(32, 48)
+    made = products(64, 96)
     choose_forms(made, cache=folder, timed=timed)
     return chosen(made)
 
 
 def test_the_second_start_reads_what_the_first_one_measured(tmp_path: Path) -> None:
-    first, second = Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS}), Machine({32: ALWAYS_PACKED, 48: ALWAYS_PACKED})
+    first, second = Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS}), Machine({64: ALWAYS_PACKED, 96: ALWAYS_PACKED})
     measured = choose(tmp_path, first)
     assert choose(tmp_path, second) == measured
     assert first.calls
@@ -341,11 +341,11 @@ def test_the_second_start_reads_what_the_first_one_measured(tmp_path: Path) -> N
 
 
 def test_a_shape_that_the_file_lacks_is_measured(tmp_path: Path) -> None:
-    scripts = {32: SMALL_LAYERS, 48: LARGE_LAYERS, 40: ALWAYS_PACKED}
+    scripts = {64: SMALL_LAYERS, 96: LARGE_LAYERS, 80: ALWAYS_PACKED}
     choose(tmp_path, Machine(scripts))
-    choose_forms(products(40), cache=tmp_path, timed=Machine(scripts))
+    choose_forms(products(80), cache=tmp_path, timed=Machine(scripts))
     again = Machine(scripts)
-    choose_forms(products(32, 48, 40), cache=tmp_path, timed=again)
+    choose_forms(products(64, 96, 80), cache=tmp_path, timed=again)
     assert not again.calls
 
 
@@ -354,11 +354,11 @@ def damage_about(content: dict[str, dict[str, object]]) -> None:
 
 
 def damage_times(content: dict[str, dict[str, object]]) -> None:
-    content["seconds"]["32 × 16"] = {"packed": [1.0], "transposed": [1.0], "plain": [1.0]}
+    content["seconds"]["64 × 16"] = {"packed": [1.0], "transposed": [1.0], "plain": [1.0]}
 
 
 def damage_numbers(content: dict[str, dict[str, object]]) -> None:
-    content["seconds"]["32 × 16"] = {form: [0.0] * len(BUCKETS) for form in SMALL_LAYERS}
+    content["seconds"]["64 × 16"] = {form: [0.0] * len(BUCKETS) for form in SMALL_LAYERS}
 
 
 def damage_all(content: dict[str, dict[str, object]]) -> None:
@@ -369,7 +369,7 @@ def damage_all(content: dict[str, dict[str, object]]) -> None:
 def test_a_broken_or_foreign_file_is_refused_and_replaced(
     damage: Callable[[dict[str, dict[str, object]]], None] | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    machine = Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS})
+    machine = Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS})
     expected = choose(tmp_path, machine)
     (path,) = tmp_path.iterdir()
     if damage is None:
@@ -378,7 +378,7 @@ def test_a_broken_or_foreign_file_is_refused_and_replaced(
         content = json.loads(path.read_text("utf-8"))
         damage(content)
         path.write_text(json.dumps(content), "utf-8")
-    again = Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS})
+    again = Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS})
     assert choose(tmp_path, again) == expected
     assert again.calls
     assert "cannot be used" in caplog.text
@@ -389,7 +389,7 @@ def test_a_broken_or_foreign_file_is_refused_and_replaced(
 def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("", "utf-8")
-    assert choose(occupied / "below", Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS}))
+    assert choose(occupied / "below", Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS}))
 
 
 def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -399,7 +399,7 @@ def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
     for _ in range(2):
-        machine = Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS})
+        machine = Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS})
         assert choose(cache_folder(), machine)
         assert machine.calls
     assert not caplog.records
@@ -410,13 +410,13 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing(tmp_path: Path, monkeypat
         raise OSError("no space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    assert choose(tmp_path, Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS}))
+    assert choose(tmp_path, Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS}))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_times_of_a_busy_machine_are_used_but_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    busier = Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS}, busy=lambda call: 1.01**call)
+    busier = Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS}, busy=lambda call: 1.01**call)
     assert choose(tmp_path, busier)
     assert "busy machine" in caplog.text
     assert not list(tmp_path.iterdir())
@@ -441,14 +441,14 @@ def test_forms_of_8_bit_codes_are_measured_and_kept_apart_from_the_others(tmp_pa
     first, *_, last = int8_forms()
     times = {first: FLAT, last: [6, 8, 9.5, 12, 15, 20, 25, 25, 30]}
     few: Script = {form: times.get(form, [40.0] * len(BUCKETS)) for form in int8_forms()}
-    weights = [quantise_weight(torch.ones(width, 16)) for width in (32, 48, 32)]
-    for bias in (None, torch.ones(32)):
-        made = [Linear(weight, bias if len(weight.codes) == 32 else None, ()) for weight in weights]
-        machine = Machine({32: few, 48: few})
+    weights = [quantise_weight(torch.ones(width, 16)) for width in (64, 96, 64)]
+    for bias in (None, torch.ones(64)):
+        made = [Linear(weight, bias if len(weight.codes) == 64 else None, ()) for weight in weights]
+        machine = Machine({64: few, 96: few})
         assert choose_forms(made, cache=tmp_path, timed=machine) == sum(weight.nbytes for weight in weights)
         assert chosen(made) == [f"{last} to 2 rows, {first} beyond"] * 3
         assert machine.calls
-    choose(tmp_path, Machine({32: SMALL_LAYERS, 48: LARGE_LAYERS}))
+    choose(tmp_path, Machine({64: SMALL_LAYERS, 96: LARGE_LAYERS}))
     assert len(list(tmp_path.iterdir())) == 2
     made = [Linear(weight, None, ()) for weight in weights]
     assert choose_forms(made, copies_bytes=0, cache=tmp_path) == 0
@@ -456,7 +456,7 @@ def test_forms_of_8_bit_codes_are_measured_and_kept_apart_from_the_others(tmp_pa
 
 
 def test_layers_of_fp64_have_no_compiled_form() -> None:
-    made = products(48, 40, dtype=torch.float64)
+    made = products(96, 80, dtype=torch.float64)
     put_in_layers(made)
     choose_forms(made)
     assert chosen(made) == ["plain"] * 2

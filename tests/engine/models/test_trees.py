@@ -49,13 +49,13 @@ DEEP: Parents = (ROOT, 0, 1, 2, 3, 1, 5, ROOT)
 class Decoders(dict[str, LanguageModel]):
     """A tiny random model per case, made when first asked for."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, hidden: int = 32) -> None:
+        self.directory, self.hidden = directory, hidden
 
     def __missing__(self, name: str) -> LanguageModel:
         case, _, short = name.partition(", ")
         made = replace(CASES[case], config={**CASES[case].config, **VARIED[case]}) if short == "short" else CASES[name]
-        self[name] = load_alone(random_checkpoint(made, self.directory / name), max_len=MAX_LEN)
+        self[name] = load_alone(random_checkpoint(made, self.directory / name, hidden=self.hidden), max_len=MAX_LEN)
         return self[name]
 
 
