@@ -86,6 +86,12 @@ def whole_blocks(count: int) -> int:
     return -(-count // BLOCK) * BLOCK
 
 
+@inlined
+def end_of_tile(start: int, high: int) -> int:
+    """Where the tile of place `start` ends, of a sequence that ends at `high`."""
+    return min(start - start % TILE + TILE, high)
+
+
 @compiled
 def find_rows(table: Any, size: int, start: int, end: int, step: int, numbers: Any) -> None:
     """The numbers of the rows that hold places start … end − 1, each place being `step` rows. The last one fills the
@@ -139,24 +145,28 @@ def attend_heads(
     rows: Any,
     cap: float,
     lanes: Any,
+    following: tuple[Any, int, int],
 ) -> None:
     """Attend with the lanes of one sequence to places bounds[0] … bounds[1] − 1, for kv heads heads[0] … heads[1] − 1.
 
-    lanes: as in `attend_tile`, for each head. group, rows, cap: as there.
+    lanes: as in `attend_tile`, for each head. group, rows, cap: as there. following: (table, bounds) of the sequence
+    that comes next. Its first tile is asked for meanwhile: most of a short sequence is in its first tile.
     """
     queries, sums, tops, totals = lanes
     size, step = pool.shape[1], pool.shape[2]
     most = len(rows[0]) * group
     room = np.empty((TILE, pool.shape[3]), queries.dtype), np.empty((whole_blocks(most), TILE), queries.dtype)
     flat = pool.reshape(pool.shape[0] * size * step, pool.shape[3])
-    numbers, behind = np.zeros((1, TILE), np.intp), np.zeros((1, TILE), np.intp)
+    numbers, behind = np.empty((1, TILE), np.intp), np.empty((1, TILE), np.intp)
     start, high = bounds
-    stop = min(start - start % TILE + TILE, high)
+    stop = end_of_tile(start, high)
     find_rows(table, size, start, stop, step, numbers)
     while start < high:
         after = min(stop + TILE, high)
         if after > stop:
             find_rows(table, size, stop, after, step, behind)
+        else:
+            find_rows(following[0], size, following[1], end_of_tile(following[1], following[2]), step, behind)
         for n in range(heads[1] - heads[0]):
             of_head = (queries[n], sums[n], tops[n], totals[n])
             sizes, head = (stop - start, most, group), (heads[0] + n, step // 2)
@@ -214,14 +224,12 @@ def attend(
     """
     firsts, lasts, paths, bases, ends = rows
     width, kv_heads = queries.shape[2], pool.shape[2] // 2
-    group = queries.shape[1] // kv_heads
-    number = queries.dtype.type
-    lows = np.empty(len(ends), np.int64)
+    group, number = queries.shape[1] // kv_heads, queries.dtype.type
+    lows = ends.copy()  # the first place that some row of each sequence sees
     most, whole, before = 0, 0, 0
     for s in range(len(ends)):
         begin, end = first_rows[s], first_rows[s + 1]
-        lows[s] = firsts[begin]
-        for n in range(begin + 1, end):
+        for n in range(begin, end):
             lows[s] = min(lows[s], firsts[n])
         most = max(most, (end - begin) * group)
         whole += work_of(ends[s] - lows[s], (end - begin) * group) * kv_heads
@@ -246,7 +254,9 @@ def attend(
         of = slice(begin, first_rows[s + 1])
         seen = (firsts[of], lasts[of], paths[of], bases[s])
         bounds, heads = (lows[s], ends[s]), (first, last)
-        attend_heads(pool, tables[s], bounds, heads, group, seen, cap, (q, sums, tops, totals))
+        after = min(s + 1, len(ends) - 1)
+        following = tables[after], lows[after], ends[after]
+        attend_heads(pool, tables[s], bounds, heads, group, seen, cap, (q, sums, tops, totals), following)
         for n in range(last - first):
             for lane in range(count):
                 head = (first + n) * group + lane % group

@@ -46,8 +46,9 @@ from engine.kernels.cpu_integers import AT_ONCE, BYTE, NEIGHBOURS, SUM, add_prod
 # addition.
 PANEL, ROWS = (64, 6) if "avx512f" in features() else (16, 6)
 STEPS = 256  # whose products are added up by themselves: with each addition a larger sum rounds more away
-AHEAD = 512  # bytes from what is multiplied to what is asked for. Of 512 to 4,096 all take the same time on a Xeon. An
-# EPYC asks by itself, and with 1,024 or more two to six rows take up to 1.6 times as long where weights come from memory
+# Bytes from what is multiplied to what is asked for. From 512 to 4,096 all take the same time on a Xeon. An EPYC asks
+# by itself: with 1,024 or more, two to six rows take up to 1.6 times as long there while weights come from memory.
+AHEAD = 512
 
 
 class Arithmetic(NamedTuple):
@@ -58,7 +59,8 @@ class Arithmetic(NamedTuple):
     channels: int  # of a vector
     sums: Any  # type of a sum, as LLVM has it
     join: Callable[[Any, Any, Any], Any]  # (builder, sums, sums) → their sums
-    read: Callable[[Any, Address], list[Any]]  # (builder, addresses of a step's numbers) → vectors of PANEL channels
+    # (builder, addresses in the panel, a step's first number) → the vectors of its channels
+    read: Callable[[Any, Address, Any], list[Any]]
     repeat: Callable[[Any, Any], Any]  # (builder, address) → a vector of a row's neighbours, once for each channel
     add: Callable[[Any, Any, Any, Any], Any]  # (builder, the latter, the former, sums) → sums
 
@@ -111,38 +113,35 @@ def _arithmetic(x: Any, panels: Any) -> Arithmetic:
         )
     partners = partners_of(stored)
     channels = partners or channels
+    in_order = _in_order(channels, 1, lambda builder, address: load(builder, address, stored, channels))
     return Arithmetic(
         neighbours,
         channels,
         sum_type(x),
         ir.IRBuilder.fadd,
-        _words(partners)
-        if partners
-        else _in_order(channels, 1, lambda builder, address: load(builder, address, stored, channels)),
+        _words(partners) if partners else in_order,
         lambda builder, address: spread(builder, builder.load(address), channels),
         multiply_add,
     )
 
 
-def _in_order(
-    numbers: int, neighbours: int, read: Callable[[Any, Any], Any]
-) -> Callable[[Any, Address], list[Any]]:
+def _in_order(numbers: int, neighbours: int, read: Callable[[Any, Any], Any]) -> Callable[[Any, Address, Any], Any]:
     """Arithmetic.read for vectors of so many numbers, one behind the other."""
     places = range(0, PANEL * neighbours, numbers)
-    return lambda builder, at: [read(builder, at(index(place))) for place in places]
+    return lambda builder, panel, first: [read(builder, panel(builder.add(first, index(n)))) for n in places]
 
 
-def _words(partners: int) -> Callable[[Any, Address], list[Any]]:
+def _words(partners: int) -> Callable[[Any, Address, Any], list[Any]]:
     """Arithmetic.read for bfloat16 numbers, two channels to a word, as `partners_of` has them."""
-    number, wide = ir.FloatType(), ir.VectorType(ir.IntType(32), partners)
-    shift, upper = (ir.Constant(wide, [bits] * partners) for bits in (16, 0xFFFF0000))
+    words = ir.VectorType(ir.IntType(32), partners)
+    shift, upper = (ir.Constant(words, [number] * partners) for number in (16, 0xFFFF0000))
 
-    def read(builder: Any, at: Address) -> list[Any]:
+    def read(builder: Any, panel: Address, first: Any) -> list[Any]:
         vectors = []
         for place in range(0, PANEL, 2 * partners):
-            words = load_as(builder, at(index(place)), wide.element, partners, 2)
-            vectors += [builder.shl(words, shift), builder.and_(words, upper)]
-        return [builder.bitcast(vector, ir.VectorType(number, partners)) for vector in vectors]
+            both = load_as(builder, panel(builder.add(first, index(place))), words.element, partners, 2)
+            vectors += [builder.shl(both, shift), builder.and_(both, upper)]
+        return [builder.bitcast(vector, ir.VectorType(ir.FloatType(), partners)) for vector in vectors]
 
     return read
 
@@ -171,7 +170,7 @@ def _emit_sums(builder: Any, kinds: tuple[Any, Any], by_row: list[Address], pane
         stop = builder.select(builder.icmp_signed("<", width, end), width, end)
         with cgutils.for_range_slice(builder, begin, stop, index(how.neighbours), INDEX) as (i, _):
             first = builder.mul(i, index(PANEL))
-            values = how.read(builder, lambda place, first=first: panel(builder.add(first, place)))
+            values = how.read(builder, panel, first)
             for line in range(0, step * size, CACHE_LINE):
                 ask_for(builder, panel(builder.add(first, index((AHEAD + line) // size))))
             for row, sums in zip(by_row, parts, strict=True):

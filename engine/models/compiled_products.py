@@ -63,7 +63,7 @@ def panels_of(weight: Tensor, *, exact: bool = False) -> Panels:
         weight = weight.clone()
     words = weight.view(WORDS[neighbours * weight.element_size()])  # what lies side by side, moved at once
     channels, width = module.PANEL, words.shape[1]
-    whole, apart = out // channels, module.partners_in(as_stored(weight)) if exact else 0
+    whole, apart = out // channels, module.partners_in(as_stored(weight)) if neighbours == 1 else 0
     panels = block((-(-out // channels), width, channels), words.dtype)
     _put(panels[:whole], words[: whole * channels].view(whole, channels, width), apart)
     if len(panels) > whole:

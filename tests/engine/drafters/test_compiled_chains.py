@@ -48,7 +48,9 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     def of(name: str) -> Pair:
         if name not in made and name in CASES:
             target = random_checkpoint(CASES[name], folder / name / "target", hidden=64)
-            made[name] = Pair(target, random_checkpoint(CASES[name], folder / name / "draft", 8, target, 0.1, hidden=64))
+            made[name] = Pair(
+                target, random_checkpoint(CASES[name], folder / name / "draft", 8, target, 0.1, hidden=64)
+            )
         elif name not in made:
             made[name] = save_eagle_pair(folder / name, name)
         return made[name]

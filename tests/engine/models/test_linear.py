@@ -443,6 +443,7 @@ for shape in ((400, 300), (64, 67), (77, 640), (9, 9)):
     narrow = weight.bfloat16()
     kinds = (panels_of(narrow, exact=True), panels_of(narrow.float())) if product else ()
     both = [compiled_product(panels, bias) for panels in kinds]
+    rounding = compiled_product(panels_of(narrow), bias) if product else None
     exact = compiled_int8_product(coded_panels(coded.codes), coded.steps.flatten(), bias)
     for rows in range(1, 14):
         x = torch.randn(rows, shape[1])
@@ -450,6 +451,7 @@ for shape in ((400, 300), (64, 67), (77, 640), (9, 9)):
             assert torch.allclose(product(x), torch.addmm(bias, x, weight.t()), atol=1e-3)
             assert torch.equal(product(x)[-1:], product(x[-1:]))
             assert torch.equal(both[0](x), both[1](x))
+            assert torch.equal(rounding(x.bfloat16()), both[1](x.bfloat16().float()).bfloat16())
         numbers, row_steps = scale_activations(x)
         sums = (numbers.round().double() @ coded.codes.double().t()).float() * coded.steps.flatten()
         assert torch.allclose(exact(x), torch.addcmul(bias, sums, row_steps), rtol=1e-6, atol=1e-6)
