@@ -35,8 +35,8 @@ def plain_seconds(
     if not faulty and not any(ks):
         return step_s
     plain = cost.round_cost(batch, 0)
-    plain_s = emitted * float(plain.seconds(0, 0, 0, 0))
+    plain_s = emitted * plain.of_round(0, 0, 0, 0)
     if faulty:
         return plain_s
-    predicted_s = float(plain.seconds(sum(ks), max(ks), forwards, read, branched=branched))
+    predicted_s = plain.of_round(sum(ks), max(ks), forwards, read, branched=branched)
     return plain_s / (predicted_s + policy_s) * step_s

@@ -27,8 +27,11 @@ BASE_RATE = 0.65  # chance of acceptance to expect of an unknown drafter
 BASE_SPREAD = 0.7  # octaves of hazard: standard deviation between most requests of one drafter
 BASE_TAIL = 0.2  # share of requests that may have any hazard
 BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW beside what rounds have shown
-SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population. So the evidence
-# for the population's law is forgotten at this rate, too: rounds in which a text stays the same show one sample
+SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
+LAW_SWITCH = (
+    0.005  # share per round with drafts that is forgotten of the evidence for the population's law. At the rate
+)
+# SWITCH it would be the evidence of one or two texts, and all texts would wait for probes behind a bad one
 SIBLING_SWITCH = 0.002  # share per round that is forgotten of siblings: chains show nothing of them, and half of this
 # tries trees again too seldom
 SIBLING_RATE = 0.3  # chance to expect of a second sibling once the first is rejected; of the third half, and so on
@@ -69,7 +72,7 @@ class Population:
         beliefs /= beliefs.sum(1, keepdims=True)
         self.beliefs.update(zip(seen, beliefs, strict=True))
         evidence = rounds @ beliefs
-        self._evidence = self._evidence * exp(-SWITCH * evidence.sum()) + evidence
+        self._evidence = self._evidence * exp(-LAW_SWITCH * evidence.sum()) + evidence
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, move beliefs towards it, and forget of siblings: trees that are no longer chosen must be

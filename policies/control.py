@@ -221,7 +221,7 @@ class SpecControl:
         if drafted or timing.prefill:
             self._change.begin()
         elif self._alike < SETTLING:
-            usual_s = float(self.cost.round_cost(timing.batch, 0).seconds(0, 0, 0, 0))
+            usual_s = self.cost.round_cost(timing.batch, 0).of_round(0, 0, 0, 0)
             self._change.observe(timing.score_s + timing.host_s - usual_s)
 
     def _observation(self, candidates: Sequence[Candidate], soon: int | None = None) -> Observation:

@@ -105,8 +105,8 @@ class CostModel:
         if not timing.prefill and timing.host_s > 0 and not timing.has_gap:
             chains = self.round_cost(timing.batch, 0)
             took_s = timing.draft_s + timing.score_s + timing.host_s
-            predicted_s = chains.seconds(timing.drafts, timing.depth, timing.forwards, timing.read)
-            self._tree.observe((bucket(timing.batch),), took_s, float(predicted_s))
+            predicted_s = chains.of_round(timing.drafts, timing.depth, timing.forwards, timing.read)
+            self._tree.observe((bucket(timing.batch),), took_s, predicted_s)
 
     def refresh(self) -> None:
         """Use what was observed from here on. Predicting anew takes about 0.3 ms."""

@@ -62,7 +62,7 @@ def _work(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool) -
 
 def seconds(observation: Observation, ks: Ints, shapes: Shapes, amortised: bool = True) -> float:
     """Seconds of the round. amortised: a gap costs its share of the rounds over which reading it pays off."""
-    return float(observation.cost.seconds(*_work(observation, ks, shapes, amortised), branched=any(shapes)))
+    return observation.cost.of_round(*_work(observation, ks, shapes, amortised), branched=any(shapes))
 
 
 def evaluate(observation: Observation, ks: Ints, shapes: Shapes) -> Allocation:
@@ -95,7 +95,7 @@ def lone_ks(observation: Observation) -> Ints:
     nodes, cost, drafts = observation.nodes, observation.alone, np.arange(1, observation.survival.shape[1] + 1)
     by_model, behind = observation.gaps[:, None] > 0, beyond_usual(observation.gaps, cost) / observation.left
     goodput = np.zeros((len(by_model), 1 + drafts.size))
-    goodput[:, 0] = 1 / cost.seconds(0, 0, 0, 0)
+    goodput[:, 0] = 1 / cost.of_round(0, 0, 0, 0)
     for table in _tables(observation):
         order = table[:, : drafts.size]
         forwards = np.where(by_model, np.maximum.accumulate(nodes.depths[order] + 1, 1), 0)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies import acceptance
 from policies.acceptance import BASE_RATE, Estimator
 from policies.observation import Candidate, Drafted, Floats
 
@@ -341,6 +342,22 @@ def test_requests_are_told_apart_and_strangers_are_like_all() -> None:
     assert first(estimator, 0) > 0.9
     assert first(estimator, 1) < 0.15
     assert 0.3 < first(estimator, 2) < 0.7
+
+
+def first_of_a_stranger_behind_a_bad_text() -> float:
+    """Eight texts accept all drafts for 15 rounds each, and the next one rejects them for 30 rounds."""
+    estimator = Estimator(DEPTH)
+    for handle, (rounds, n) in enumerate([*[(15, 4)] * 8, (30, 0)]):
+        for _ in range(rounds):
+            estimator.observe([drafted(handle, 4, n)])
+        estimator.forget(handle)
+    return first(estimator, 99)
+
+
+def test_one_bad_text_says_little_about_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_of_a_stranger_behind_a_bad_text() > 0.7
+    monkeypatch.setattr(acceptance, "LAW_SWITCH", acceptance.SWITCH)
+    assert first_of_a_stranger_behind_a_bad_text() < 0.6
 
 
 def test_further_drafts_are_likelier_once_the_first_was_accepted() -> None:

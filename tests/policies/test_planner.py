@@ -57,6 +57,17 @@ def instance(random: Generator, gaps: Callable[[int], Ints], rising: bool = Fals
     return observe([0.0] * batch, cost, survival=np.cumprod(chances, axis=1), **changes)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_one_round_costs_what_it_costs_among_many(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    cost = replace(costs(random, 9, rising=False), tree=1.5)
+    drafts, longest, forwards = random.integers(0, [[9], [SMALL + 1], [4]], (3, 50))
+    read, branched = random.uniform(0.0, 40.0, 50), random.random(50) < 0.5
+    together = cost.seconds(drafts, longest, forwards, read, branched=branched)
+    rounds = zip(*(column.tolist() for column in (drafts, longest, forwards, read, branched)), strict=True)
+    assert together.tolist() == [cost.of_round(*given, branched=tree) for *given, tree in rounds]
+
+
 def all_ks(observation: Observation) -> Ints:
     """[plans, B] every choice that is allowed."""
     ranges = [
