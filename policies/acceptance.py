@@ -28,10 +28,8 @@ BASE_SPREAD = 0.7  # octaves of hazard: standard deviation between most requests
 BASE_TAIL = 0.2  # share of requests that may have any hazard
 BASE_WEIGHT = 4.0  # rounds of one sequence: weight of BASE_LAW beside what rounds have shown
 SWITCH = 0.02  # chance per round that a sequence's text turns into another sample of the population
-LAW_SWITCH = (
-    0.005  # share per round with drafts that is forgotten of the evidence for the population's law. At the rate
-)
-# SWITCH it would be the evidence of one or two texts, and all texts would wait for probes behind a bad one
+LAW_SWITCH = 0.005  # share per round with drafts that is forgotten of the evidence for the population's law. At SWITCH
+# that would be the evidence of one or two texts, and all texts would wait for probes behind a bad one
 SIBLING_SWITCH = 0.002  # share per round that is forgotten of siblings: chains show nothing of them, and half of this
 # tries trees again too seldom
 SIBLING_RATE = 0.3  # chance to expect of a second sibling once the first is rejected; of the third half, and so on
