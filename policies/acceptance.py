@@ -15,7 +15,7 @@ drafter that fails and is repaired the soonest. The optima are flat.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import exp
 
 import numpy as np
@@ -54,8 +54,12 @@ class Population:
         """[N, levels] beliefs; a sequence without drafts so far is like the population."""
         return np.array([self.beliefs.get(handle, self.law) for handle in handles])
 
-    def learn(self, outcomes: Iterable[Drafted], max_k: int) -> None:
-        """Only the first `max_k` positions of each outcome count."""
+    def learn(self, outcomes: Iterable[Drafted], max_k: int) -> Counter[int]:
+        """Only the first `max_k` positions of each outcome count.
+
+        Returns by handle for how many rounds the belief has moved towards the law: for all but the last one, as if all
+        that they show came behind that. A belief that moved for all of them afterwards would never be sure.
+        """
         seen: dict[int, tuple[float, float, int]] = {}  # handle → accepted and rejected drafts, rounds that showed them
         for outcome in outcomes:
             before, (accepted, rejected) = seen.get(outcome.handle, (0.0, 0.0, 0)), _evidence(outcome, max_k)
@@ -63,14 +67,20 @@ class Population:
             for rank, counts in enumerate(outcome.sibling_counts[: RANKS - 1]):
                 self._sibling_counts[:, rank] += counts
         if not seen:
-            return
+            return Counter()
         accepted, rejected, rounds = np.array(list(seen.values())).T
         likelihood = np.outer(rejected, np.log(-np.expm1(-LEVELS))) - np.outer(accepted, LEVELS)
-        beliefs = self.believed(seen) * np.exp(likelihood - likelihood.max(1, keepdims=True))
+        beliefs = self._moved(seen, rounds - 1) * np.exp(likelihood - likelihood.max(1, keepdims=True))
         beliefs /= beliefs.sum(1, keepdims=True)
         self.beliefs.update(zip(seen, beliefs, strict=True))
         evidence = rounds @ beliefs
         self._evidence = self._evidence * exp(-LAW_SWITCH * evidence.sum()) + evidence
+        return Counter({handle: n - 1 for handle, (_, _, n) in seen.items()})
+
+    def _moved(self, handles: Collection[int], rounds: Floats) -> Floats:
+        """[N, levels] beliefs behind so many rounds more, as far as the text may have changed in them."""
+        beliefs = self.believed(handles)
+        return beliefs + (1 - (1 - SWITCH) ** rounds)[:, None] * (self.law - beliefs)
 
     def settle(self, rounds: Mapping[int, int]) -> None:
         """Recompute the law, move beliefs towards it, and forget of siblings: trees that are no longer chosen must be
@@ -82,10 +92,8 @@ class Population:
             self.sibling_chances = _shares(self._sibling_counts, self.law)
         known = [handle for handle in rounds if handle in self.beliefs]
         if known:
-            shares = 1 - (1 - SWITCH) ** np.array([rounds[handle] for handle in known])
-            beliefs = self.believed(known)
-            beliefs += shares[:, None] * (self.law - beliefs)
-            self.beliefs.update(zip(known, beliefs, strict=True))
+            moved = self._moved(known, np.array([float(rounds[handle]) for handle in known]))
+            self.beliefs.update(zip(known, moved, strict=True))
 
 
 def _shares(counts: Floats, law: Floats) -> Floats:
@@ -132,8 +140,9 @@ class Estimator:
         took_part = Counter(outcome.handle for outcome in outcomes)
         took_part.update(idle or {})
         for source in {outcome.source for outcome in drafted} | self._populations.keys():
-            self._populations[source].learn((outcome for outcome in drafted if outcome.source == source), self.max_k)
-            self._populations[source].settle(took_part)
+            population = self._populations[source]
+            moved = population.learn((outcome for outcome in drafted if outcome.source == source), self.max_k)
+            population.settle(took_part - moved)
 
     def forget_drafter(self, drafter: str) -> None:
         """Another drafter has this name now."""

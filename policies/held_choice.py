@@ -51,6 +51,7 @@ class HeldChoice:
     same_sequences: bool = True  # whether the round runs the sequences that it was made for
     accepted: int = 0  # drafts, in the rounds of these sequences
     expected: float = 0.0  # drafts that these rounds were predicted to accept
+    drafting: int = 0  # sequences that drafted in these rounds, in sum
     # of the last round without drafts: each sequence's handle and the k that its request asks for; the decision
     _plain: tuple[list[tuple[int, int | None]], Decision] | None = None
 
@@ -123,11 +124,14 @@ class HeldChoice:
         return np.where(probed, 0, decision.ks), tuple(decision.shapes)
 
     def observe(self, accepted: int) -> None:
-        """Learn how many drafts a round accepted."""
+        """Learn how many drafts a round accepted. What lies within a standard deviation is chance: what is accepted of
+        a chain is about geometrically distributed, and a mean m of it has the variance m · (1 + m)."""
         if not (self.surprises and self.same_sequences):
             return
         self.accepted += accepted
         self.expected += self.decision.tokens - len(self.decision.ks)
+        self.drafting += sum(map(bool, self.decision.ks))
         least = self.expected / SURPRISE
-        if least >= 1 and not least <= self.accepted <= self.expected * SURPRISE:  # less than a draft is chance
-            self.rounds_left = 0
+        if least >= 1 and not least <= self.accepted <= self.expected * SURPRISE:  # less than a draft is chance, too
+            variance = self.expected * (1 + self.expected / self.drafting)
+            self.rounds_left *= (self.accepted - self.expected) ** 2 < variance

@@ -203,14 +203,25 @@ def test_a_choice_that_turns_out_wrong_is_made_anew() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "accepted", "surprised"),
-    [(6, 2, False), (6, 1, True), (6, 8, False), (6, 9, True), (4, 1, False), (4, 0, True), (3, 0, False)],
+    [(6, 1, False), (6, 0, True), (6, 8, False), (6, 9, True), (4, 1, False), (4, 0, True), (3, 0, False)],
 )
 def test_what_is_no_surprise(tokens: float, accepted: int, surprised: bool) -> None:
-    """Half and twice the expected accepted drafts are none; nor is anything if fewer than two were expected."""
+    """Half and twice the expected accepted drafts are none, nor is what chance does; nor is anything if fewer than two
+    were expected."""
     decision = Decision([4, 4], [None] * 2, ["policy", "policy"], [0.5, 0.5], 0.0, 1e-3, tokens)
     held = HeldChoice(decision, {0: 0, 1: 1}, frozenset(["model"]), 0, HOLDS)
     held.observe(accepted)
     assert held.rounds_left == (0 if surprised else HOLDS)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_one_round_of_one_sequence_is_chance(rounds: int) -> None:
+    """Where three of six drafts are accepted on average, none are in some rounds. Two such rounds are a surprise."""
+    decision = Decision([6], [None], ["policy"], [0.75], 0.0, 1e-3, 4.0)
+    held = HeldChoice(decision, {0: 0}, frozenset(["model"]), 0, HOLDS)
+    for _ in range(rounds):
+        held.observe(0)
+    assert (held.rounds_left == 0) == (rounds == 2)
 
 
 @pytest.mark.parametrize(("name", "again"), [("fixed", HOLDS - 2), ("confidence", HOLDS - 2), ("goodput", 0)])
@@ -259,7 +270,7 @@ def test_the_last_plan_is_compared_with_the_next_one_of_the_same_sequences_withi
 def test_newcomers_get_the_middle_k_of_the_plan() -> None:
     """Among few sequences a newcomer makes a new choice due. In a larger batch it waits for the next one."""
     policy = control(probe_share=0.0)
-    last = play(policy, [True, True, True, False], 60)[-1]
+    last = play(policy, [True, True, True, False], 40)[-1]
     anew(policy, [candidate(n) for n in range(4)])
     assert last[3] == 0
     (joined,) = sure(policy, 1, (0, 1, 2, 3, 7))
