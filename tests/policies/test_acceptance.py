@@ -399,7 +399,7 @@ def test_several_rounds_at_once_teach_what_they_teach_one_after_the_other() -> N
 
 
 def test_many_rounds_at_once_are_believed() -> None:
-    """Beliefs that moved towards the law for all of the rounds behind them would be .86 and .16."""
+    """Beliefs that moved towards the law for all of the rounds behind them would be .86 and .15."""
     estimator = Estimator(DEPTH)
     for _ in range(5):
         estimator.observe([drafted(n, 4, 4 if n == 0 else 0) for _ in range(16) for n in range(2)])
