@@ -1,6 +1,6 @@
 """A choice that is used for more than one round.
 
-Choosing anew takes a few percent of a round with few sequences, and so does learning from one. In a rest, in which
+Choosing anew and learning from rounds take as long as a plain step of a small model. In a rest, in which
 nobody drafts, rounds are only counted and timed. Other rounds without drafts are observed, but nobody is asked what
 could be drafted.
 """
@@ -124,8 +124,11 @@ class HeldChoice:
         return np.where(probed, 0, decision.ks), tuple(decision.shapes)
 
     def observe(self, accepted: int) -> None:
-        """Learn how many drafts a round accepted. What lies within a standard deviation is chance: what is accepted of
-        a chain is about geometrically distributed, and a mean m of it has the variance m · (1 + m)."""
+        """Learn how many drafts a round accepted. A number within a standard deviation of the expected one is chance.
+
+        The accepted drafts of a long chain are about geometrically distributed: with a mean m they have the variance
+        m · (1 + m). A chain that is mostly accepted to its end has less.
+        """
         if not (self.surprises and self.same_sequences):
             return
         self.accepted += accepted

@@ -17,7 +17,8 @@ from policies.observation import FEW, SETTLING, STALE, Choice, Floats, Ints, Obs
 from policies.planner import Allocation, evaluate, fixed_drafts_only, lone_ks, plan, seconds
 from policies.trees import depths_of
 
-HOLDS = 16  # rounds that a choice is used for: choosing takes as long as a plain step of a small model
+HOLDS = 16  # rounds that a choice is used for: choosing and learning take as long as a plain step of a small
+# model
 LASTING = 2 * HOLDS  # rounds with drafts over which the cost of the next change to plain ones is spread
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
 LONGEST_REST = 4 * PROBE_EVERY  # rounds until the next choice at most: loads and prices change unseen meanwhile

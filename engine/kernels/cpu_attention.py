@@ -150,7 +150,7 @@ def attend_heads(
     """Attend with the lanes of one sequence to places bounds[0] … bounds[1] − 1, for kv heads heads[0] … heads[1] − 1.
 
     lanes: as in `attend_tile`, for each head. group, rows, cap: as there. following: (table, bounds) of the sequence
-    that comes next. Its first tile is asked for meanwhile: most of a short sequence is in its first tile.
+    that comes next. The last tile asks for as many keys of its first one: most of a short sequence is in that.
     """
     queries, sums, tops, totals = lanes
     size, step = pool.shape[1], pool.shape[2]
@@ -254,8 +254,8 @@ def attend(
         of = slice(begin, first_rows[s + 1])
         seen = (firsts[of], lasts[of], paths[of], bases[s])
         bounds, heads = (lows[s], ends[s]), (first, last)
-        after = min(s + 1, len(ends) - 1)
-        following = tables[after], lows[after], ends[after]
+        goes_on = s + 1 < len(ends) and before < whole * (part + 1) // parts
+        following = (tables[s + 1], lows[s + 1], ends[s + 1]) if goes_on else (tables[s], ends[s] - 1, ends[s])
         attend_heads(pool, tables[s], bounds, heads, group, seen, cap, (q, sums, tops, totals), following)
         for n in range(last - first):
             for lane in range(count):

@@ -37,7 +37,7 @@ from engine.kernels.cpu_vectors import dot, store_row
 
 STAGES = 6  # of a layer
 PROJECT, WRITE, GATE, SHRINK = range(4)  # the stages with products
-BLOCK_ROWS = 96  # that a stage computes at once: eight tiles, whose arithmetic takes longer than reading the weights
+BLOCK_ROWS = 96  # that a stage computes at once: 16 tiles, whose arithmetic takes longer than reading the weights
 OWN_ROWS = 64  # of each part, from which on parts share rows and not channels. Each part then reads all weights, which
 # takes less time than their arithmetic, and norms and rounds its own rows only
 LARGEST_POWER = 87.0  # exp of more is no fp32 number
@@ -177,7 +177,7 @@ def gate(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     product(entered, both, first, last, halves)
     product(entered, both, width + first, width + last, halves)
     powers = np.empty((1, last - first), x.dtype)
-    for row in range(x.shape[0]):  # indices from 0 on, or no vectors are made of the loops: others may be negative
+    for row in range(x.shape[0]):  # The loops count from 0: an index like i − first may be negative to the compiler
         opened, values, products = halves[row, first:last], halves[row, width + first : width + last], gated[row]
         activate(opened, gelu, powers)
         combine(opened, powers[0], values, products[first:last])

@@ -41,9 +41,9 @@ from engine.kernels.cpu_code import (
 )
 from engine.kernels.cpu_integers import AT_ONCE, BYTE, NEIGHBOURS, SUM, add_products
 
-# Channels of a panel, and rows of a tile at most. Sums in fp32 and of integers stay in registers, beside the weights of
-# a step. A number of a row is read once for all channels of a panel, and with few of them a sum waits for its last
-# addition.
+# Channels of a panel, and rows of a tile at most. Sums in fp32, and of integers with VNNI, stay in registers beside the
+# weights of a step. A number of a row is read once for all channels of a panel, and with few of them a sum waits for
+# its last addition.
 PANEL, ROWS = (64, 6) if "avx512f" in features() else (16, 6)
 STEPS = 256  # whose products are added up by themselves: with each addition a larger sum rounds more away
 # Bytes from what is multiplied to what is asked for. From 512 to 4,096 all take the same time on a Xeon. An EPYC asks

@@ -398,6 +398,20 @@ def test_several_rounds_at_once_teach_what_they_teach_one_after_the_other() -> N
         assert differences.max() < 0.2
 
 
+def test_many_rounds_at_once_forget_as_many_siblings() -> None:
+    """Of what a tree has shown, chains make as much forgotten whether they are learned from one by one or together."""
+    single, several = Estimator(DEPTH), Estimator(DEPTH)
+    for estimator in (single, several):
+        estimator.observe([drafted(0, 4, 2)._replace(sibling_counts=((40, 30),))])
+    for _ in range(400):
+        single.observe([drafted(0, 4, 4)])
+    for _ in range(25):
+        several.observe([drafted(0, 4, 4)] * 16)
+    one, other = (e._populations["model"]._sibling_counts[0, 0] for e in (single, several))
+    assert one == pytest.approx(other)
+    assert one < 20
+
+
 def test_many_rounds_at_once_are_believed() -> None:
     """Beliefs that moved towards the law for all of the rounds behind them would be .86 and .15."""
     estimator = Estimator(DEPTH)

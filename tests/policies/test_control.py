@@ -206,12 +206,21 @@ def test_a_choice_that_turns_out_wrong_is_made_anew() -> None:
     [(6, 1, False), (6, 0, True), (6, 8, False), (6, 9, True), (4, 1, False), (4, 0, True), (3, 0, False)],
 )
 def test_what_is_no_surprise(tokens: float, accepted: int, surprised: bool) -> None:
-    """Half and twice the expected accepted drafts are none, nor is what chance does; nor is anything if fewer than two
-    were expected."""
+    """Less than half or more than twice as many accepted drafts as expected are one, unless chance explains it or fewer
+    than two were expected."""
     decision = Decision([4, 4], [None] * 2, ["policy", "policy"], [0.5, 0.5], 0.0, 1e-3, tokens)
     held = HeldChoice(decision, {0: 0, 1: 1}, frozenset(["model"]), 0, HOLDS)
     held.observe(accepted)
     assert held.rounds_left == (0 if surprised else HOLDS)
+
+
+@pytest.mark.parametrize(("accepted", "surprised"), [(11, False), (9, True), (39, False), (41, True)])
+def test_many_rounds_surprise_beyond_a_factor_of_two(accepted: int, surprised: bool) -> None:
+    """Two drafts are expected of each of ten rounds. The standard deviation is 6.3."""
+    decision = Decision([4, 4], [None] * 2, ["policy", "policy"], [0.5, 0.5], 0.0, 1e-3, 4.0)
+    held = HeldChoice(decision, {0: 0, 1: 1}, frozenset(["model"]), 0, HOLDS, expected=18.0, drafting=18)
+    held.observe(accepted)
+    assert (held.rounds_left == 0) == surprised
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
