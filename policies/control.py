@@ -254,6 +254,7 @@ class SpecControl:
             last=tuple(self._last.get(c.handle) for c in candidates),
             rounds=since.rounds,
             round_s=since.seconds / counted,
+            choice_s=self._policy_s[1],
         )
 
     def _prompts_s(self, batch: int, prefill: int) -> float:
@@ -264,7 +265,12 @@ class SpecControl:
     def _with_policy(self, cost: RoundCost) -> RoundCost:
         """Choosing k and learning from drafts takes time, too. A rest takes none. Drafts are priced as if each choice
         served as many rounds as it may: where drafts go on it does. A probe's serves two."""
+        holding_s, choice_s = self._policy_s
+        return replace(cost, drafting_s=cost.drafting_s + holding_s + choice_s / max(self._holds))
+
+    @property
+    def _policy_s(self) -> tuple[float, float]:
+        """(seconds of the policy's code in a round with drafts, seconds that a choice adds); 0 while unknown."""
         holding_s = sum(self._holding_s) / max(1, len(self._holding_s))
         choosing_s = sum(self._choosing_s) / len(self._choosing_s) if self._choosing_s else holding_s
-        policy_s = holding_s + (choosing_s - holding_s) / max(self._holds)
-        return replace(cost, drafting_s=cost.drafting_s + policy_s)
+        return holding_s, max(0.0, choosing_s - holding_s)

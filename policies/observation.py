@@ -136,6 +136,7 @@ class Observation:
     last: tuple[tuple[int, int] | None, ...]
     rounds: int  # since the last choice
     round_s: float  # their mean duration; 0: there was none
+    choice_s: float = 0.0  # seconds by which a choice lengthens a round; 0: unknown
 
     @property
     def nodes(self) -> Nodes:

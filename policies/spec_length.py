@@ -17,8 +17,9 @@ from policies.observation import FEW, SETTLING, STALE, Choice, Floats, Ints, Obs
 from policies.planner import Allocation, evaluate, fixed_drafts_only, lone_ks, plan, seconds
 from policies.trees import depths_of
 
-HOLDS = 16  # rounds that a choice is used for: choosing and learning take as long as a plain step of a small
-# model
+HOLDS = 8  # rounds that a choice is used for at least
+LONGEST_HOLD = 2 * HOLDS  # and at most: acceptance changes meanwhile
+CHOICE_SHARE = 0.025  # of all time that choices may take. With a small model one takes as long as a plain step
 LASTING = 2 * HOLDS  # rounds with drafts over which the cost of the next change to plain ones is spread
 PROBE_EVERY = 32  # rounds from the last drafts to a probe: an earlier one would learn what is known
 LONGEST_REST = 4 * PROBE_EVERY  # rounds until the next choice at most: loads and prices change unseen meanwhile
@@ -143,7 +144,7 @@ class Goodput:
         if not drafting and budget.rounds >= HOLDS:
             rests = int(min(max(wait, PROBE_EVERY), LONGEST_REST)) - HOLDS
         halved, resumed = before.drafts > 0 and before.drafts >= 2 * ks.sum(), drafting and before.rounds > 0
-        holds = 1 if halved or resumed else HOLDS  # a drafter that fails is left alone sooner
+        holds = 1 if halved or resumed else _holds(observation)  # a drafter that fails is left alone sooner
         return Choice(ks, reasons, best.shapes, holds=holds, surprises=True, newcomer_k=newcomer_k, rests=rests), budget
 
     def _probe(self, observation: Observation, best: Allocation, place: int) -> tuple[Ints, float]:
@@ -184,6 +185,13 @@ class Goodput:
         unmeasured = 0 if measured else budget.unmeasured + rounds
         without = 0 if drafting or budget.drafting else budget.rounds + rounds
         return ProbeBudget(saved_s, int(best.ks.sum()), drafting, without, unmeasured)
+
+
+def _holds(observation: Observation) -> int:
+    """Rounds that a choice is used for: as many as it takes to make its time a share CHOICE_SHARE of theirs."""
+    if not observation.round_s:
+        return HOLDS
+    return int(min(max(observation.choice_s / (CHOICE_SHARE * observation.round_s), HOLDS), LONGEST_HOLD))
 
 
 def _theorem(observation: Observation, ratio: Floats) -> Ints:

@@ -279,7 +279,7 @@ def test_the_last_plan_is_compared_with_the_next_one_of_the_same_sequences_withi
 def test_newcomers_get_the_middle_k_of_the_plan() -> None:
     """Among few sequences a newcomer makes a new choice due. In a larger batch it waits for the next one."""
     policy = control(probe_share=0.0)
-    last = play(policy, [True, True, True, False], 40)[-1]
+    last = play(policy, [True, True, True, False], 60)[-1]
     anew(policy, [candidate(n) for n in range(4)])
     assert last[3] == 0
     (joined,) = sure(policy, 1, (0, 1, 2, 3, 7))

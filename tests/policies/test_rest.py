@@ -12,7 +12,7 @@ from policies.config import PolicyConfig, PolicyName
 from policies.control import SpecControl
 from policies.held_choice import NEWCOMER_WAIT, HeldChoice
 from policies.observation import FEW, SETTLING, STALE, Drafted, Prefill, Timing
-from policies.spec_length import HOLDS, LONGEST_REST, ProbeBudget, make_policy
+from policies.spec_length import HOLDS, LONGEST_HOLD, LONGEST_REST, ProbeBudget, make_policy
 from tests.policies.observing import observe
 from tests.policies.test_control import DEPTH, candidate, control, play, timings
 from tests.policies.test_spec_length import choose
@@ -267,6 +267,14 @@ def test_the_rounds_of_a_choice_share_its_time(name: PolicyName, shared_by: int)
         policy._chose = chose
         policy.spent(policy_s)
     assert drafting_s(policy) - before == pytest.approx(1e-4 + (3e-3 - 1e-4) / shared_by)
+    assert policy._observation([candidate()]).choice_s == pytest.approx(3e-3 - 1e-4)
+
+
+@pytest.mark.parametrize(("choice_s", "holds"), [(0.0, HOLDS), (1e-4, HOLDS), (3.1e-4, 12), (2e-3, LONGEST_HOLD)])
+def test_a_choice_that_takes_long_is_used_for_longer(choice_s: float, holds: int) -> None:
+    """A round takes 1 ms."""
+    choice, _ = make_policy(PolicyConfig("goodput"))(observe([0.9], choice_s=choice_s), ProbeBudget())
+    assert choice.holds == holds
 
 
 def test_a_choice_that_guesses_end_has_its_round_alone() -> None:

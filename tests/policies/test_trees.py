@@ -295,7 +295,7 @@ def test_siblings_that_were_never_accepted_are_tried_again(forgets: bool, monkey
     policy, never = control(), (0.0, 0.0, 0.0)
     play(policy, 400, 4, further=never)
     hopeless = share(play(policy, 2000, 4, further=never))
-    after = share(play(policy, 900, 4)[500:])
+    after = share(play(policy, 600, 4)[300:])
     assert (0 < hopeless < 0.05 and after > 0.9) if forgets else after == 0
 
 

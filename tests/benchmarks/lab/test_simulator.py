@@ -270,7 +270,7 @@ def test_good_drafts_of_a_head_are_used_as_far_as_they_pay(batch: int) -> None:
 
     def rate(name: str, k: int = 5) -> float:
         policy = SpecControl(PolicyConfig(name, k=k), 16, profile(machine, 16, batch))  # type: ignore[arg-type]
-        return simulate(World(easy_and_hard(batch, 0), machine, 0.05), policy, 400).tokens_per_s
+        return simulate(World(easy_and_hard(batch, 0), machine, 0.05), policy, 300).tokens_per_s
 
     best = max(rate("fixed", k) for k in (4, 8))
     assert best > 1.4 * rate("off")
