@@ -233,7 +233,9 @@ class SpecControl:
         """
         since, counted = self._since_choice, max(1, self._since_choice.rounds)
         batch, read = len(candidates), round(since.prefill / counted)
-        cost = self._with_policy(self.cost.round_cost(batch, read))
+        holding_s, choice_s = self._policy_times()
+        policy_s = holding_s + choice_s / max(self._holds)
+        cost = _with_policy(self.cost.round_cost(batch, read), policy_s)
         cost = replace(cost, verify_s=cost.verify_s - self._prompts_s(batch, read))
         most, bounds = zip(*(c.limit(self.most) for c in candidates), strict=True)
         left = np.array([max(c.left, 1) for c in candidates])
@@ -247,14 +249,14 @@ class SpecControl:
             left=left,
             horizon=left if soon is None else np.minimum(left, soon),
             cost=cost,
-            alone=self._with_policy(self.cost.round_cost(1, 0)),
+            alone=_with_policy(self.cost.round_cost(1, 0), policy_s),
             change_s=self._change.seconds,
             trees=tuple(cut(c.tree, limit) for c, limit in zip(candidates, most, strict=True)),
             held=self._held.planned(candidates, self.most) if self._held is not None else None,
             last=tuple(self._last.get(c.handle) for c in candidates),
             rounds=since.rounds,
             round_s=since.seconds / counted,
-            choice_s=self._policy_s[1],
+            choice_s=choice_s,
         )
 
     def _prompts_s(self, batch: int, prefill: int) -> float:
@@ -262,15 +264,17 @@ class SpecControl:
         with_prompts, without = (float(self.cost.round_cost(batch, n).verify_s[0]) for n in (prefill, 0))
         return max(0.0, with_prompts - without)
 
-    def _with_policy(self, cost: RoundCost) -> RoundCost:
-        """Choosing k and learning from drafts takes time, too. A rest takes none. Drafts are priced as if each choice
-        served as many rounds as it may: where drafts go on it does. A probe's serves two."""
-        holding_s, choice_s = self._policy_s
-        return replace(cost, drafting_s=cost.drafting_s + holding_s + choice_s / max(self._holds))
-
-    @property
-    def _policy_s(self) -> tuple[float, float]:
+    def _policy_times(self) -> tuple[float, float]:
         """(seconds of the policy's code in a round with drafts, seconds that a choice adds); 0 while unknown."""
         holding_s = sum(self._holding_s) / max(1, len(self._holding_s))
         choosing_s = sum(self._choosing_s) / len(self._choosing_s) if self._choosing_s else holding_s
         return holding_s, max(0.0, choosing_s - holding_s)
+
+
+def _with_policy(cost: RoundCost, policy_s: float) -> RoundCost:
+    """Choosing k and learning from drafts takes time, too. A rest takes none.
+
+    policy_s: in a round with drafts, as if each choice served as many rounds as it may. Where drafts go on it does. A
+    probe's choice serves two.
+    """
+    return replace(cost, drafting_s=cost.drafting_s + policy_s)

@@ -1,8 +1,7 @@
 """A choice that is used for more than one round.
 
-Choosing anew and learning from rounds take as long as a plain step of a small model. In a rest, in which
-nobody drafts, rounds are only counted and timed. Other rounds without drafts are observed, but nobody is asked what
-could be drafted.
+Choosing anew and learning from rounds take as long as a plain step of a small model. In a rest, in which nobody drafts,
+rounds are only counted and timed. Other rounds without drafts are observed, but nobody is asked what could be drafted.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -137,4 +136,5 @@ class HeldChoice:
         least = self.expected / SURPRISE
         if least >= 1 and not least <= self.accepted <= self.expected * SURPRISE:  # less than a draft is chance, too
             variance = self.expected * (1 + self.expected / self.drafting)
-            self.rounds_left *= (self.accepted - self.expected) ** 2 < variance
+            if (self.accepted - self.expected) ** 2 >= variance:
+                self.rounds_left = 0

@@ -178,9 +178,9 @@ def gate(states: Any, layer: Any, room: Any, part: int, parts: int) -> None:
     product(entered, both, width + first, width + last, halves)
     powers = np.empty((1, last - first), x.dtype)
     for row in range(x.shape[0]):  # The loops count from 0: an index like i − first may be negative to the compiler
-        opened, values, products = halves[row, first:last], halves[row, width + first : width + last], gated[row]
+        opened, values = halves[row, first:last], halves[row, width + first : width + last]
         activate(opened, gelu, powers)
-        combine(opened, powers[0], values, products[first:last])
+        combine(opened, powers[0], values, gated[row, first:last])
 
 
 @compiled_exactly

@@ -399,7 +399,7 @@ def test_several_rounds_at_once_teach_what_they_teach_one_after_the_other() -> N
 
 
 def test_many_rounds_at_once_forget_as_many_siblings() -> None:
-    """Of what a tree has shown, chains make as much forgotten whether they are learned from one by one or together."""
+    """Rounds of chains drive out the counts of a tree's siblings, one by one or together."""
     single, several = Estimator(DEPTH), Estimator(DEPTH)
     for estimator in (single, several):
         estimator.observe([drafted(0, 4, 2)._replace(sibling_counts=((40, 30),))])
