@@ -55,12 +55,19 @@ def keys_of(cache: PagedCache, storage: MappedStorage, handle: int, length: int 
     return storage.view(cache.slot(handle), 1, length)[1][0][0, 0]
 
 
+@pytest.fixture(autouse=True)
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name this module's memory files. An engine of another test in this process may still hold files of its own."""
+    create = os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", lambda name: create(f"mapped-{name}"))
+
+
 def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:kv-cache")
+    return Path("/proc/self/maps").read_text().count("memfd:mapped-kv-cache")
 
 
 def open_files() -> int:
-    return sum("memfd:kv-cache" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+    return sum("memfd:mapped-kv-cache" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
